@@ -1,0 +1,48 @@
+"""Rollsync: an RL-rollout inference service whose logprobs are the trainer's bits.
+
+Names are imported on first use, so `import rollsync` needs neither torch nor a server package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Engine": ".rollout.engine.engine",
+    "EngineConfig": ".rollout.engine.config",
+    "RolloutClient": ".rollout.client",
+    "AsyncRolloutClient": ".rollout.client",
+    "RolloutRequest": ".rollout.engine.types",
+    "SampleOutput": ".rollout.engine.types",
+    "SamplingParams": ".rollout.engine.types",
+}
+__all__ = [
+    "AsyncRolloutClient",
+    "Engine",
+    "EngineConfig",
+    "RolloutClient",
+    "RolloutRequest",
+    "SampleOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+if TYPE_CHECKING:
+    from .rollout.client import AsyncRolloutClient, RolloutClient
+    from .rollout.engine.config import EngineConfig
+    from .rollout.engine.engine import Engine
+    from .rollout.engine.types import RolloutRequest, SampleOutput, SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'rollsync' has no attribute {name!r}")
+    return getattr(importlib.import_module(module, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

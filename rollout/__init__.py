@@ -1,0 +1,1 @@
+"""Sampling: the engine, the models it runs, the server in front of it."""

@@ -1,0 +1,1 @@
+"""The generation engine: ids in, ids and logprobs out."""

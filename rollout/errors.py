@@ -1,0 +1,68 @@
+"""Every error a caller can meet, in one table that HTTP maps to status codes."""
+
+from __future__ import annotations
+
+
+class RollsyncError(Exception):
+    """Base of the named errors. `status` is the HTTP status a server answers with."""
+
+    status = 500
+    code = "internal"
+
+
+class BadRequest(RollsyncError, ValueError):
+    """The caller sent something that can never work. The message names the field, what came and what is allowed."""
+
+    status = 400
+    code = "bad_request"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PromptTooLong(BadRequest):
+    """A prompt (plus one token) exceeds the context or the whole KV pool."""
+
+    code = "prompt_too_long"
+
+
+class DuplicateRequest(RollsyncError):
+    """The same `request_id` is still in flight."""
+
+    status = 409
+    code = "duplicate_request"
+
+
+class IllegalState(RollsyncError):
+    """The engine's state does not allow this verb; the message says which it does."""
+
+    status = 409
+    code = "illegal_state"
+
+
+class Overloaded(RollsyncError):
+    """The waiting queue is full; try again later."""
+
+    status = 503
+    code = "overloaded"
+
+
+class EngineDead(RollsyncError):
+    """The engine process ended or stopped answering; the message holds its last words."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class ConfigError(RollsyncError, ValueError):
+    """A start-up setting cannot be used."""
+
+    status = 400
+    code = "config"
+
+
+class UnsupportedModel(ConfigError):
+    """The checkpoint's architecture, rope type or tensor layout is not one we compute; lists what is."""
+
+    code = "unsupported_model"

@@ -1,0 +1,1 @@
+"""Model definitions and the one table that maps checkpoint names to parameters."""
