@@ -1,0 +1,154 @@
+"""Engine configuration: frozen, validated, torch-free. The command line is generated from it (`rollout/cli.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+
+DTYPES = ("bfloat16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+def _power_of_two(x: int) -> bool:
+    return x > 0 and x & (x - 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """The paged KV pool."""
+
+    block_tokens: int = 32
+    """tokens per KV block; a power of two (32 is the layout the AMX kernels read in place)"""
+    memory_bytes: int | None = None
+    """size of the KV pool in bytes; default: a quarter of the available memory, at most 2 GiB on CPU"""
+    num_blocks: int | None = None
+    """size of the KV pool in blocks; wins over memory_bytes"""
+    prefix_cache: bool = True
+    """reuse the KV of equal prefixes (never changes a bit of the output)"""
+
+    def __post_init__(self) -> None:
+        if not _power_of_two(self.block_tokens) or self.block_tokens > 1024:
+            raise ConfigError(f"cache.block_tokens must be a power of two up to 1024, got {self.block_tokens}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ConfigError(f"cache.memory_bytes must be positive, got {self.memory_bytes}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"cache.num_blocks must be at least 1, got {self.num_blocks}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_batch_tokens: int = 1024
+    """tokens fed per step over all sequences; longer prefills run in chunks"""
+    max_num_seqs: int = 256
+    """sequences running at once"""
+    max_waiting: int = 65536
+    """samples waiting for admission before new requests are refused with 503"""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1:
+            raise ConfigError(f"scheduler.max_batch_tokens must be at least 1, got {self.max_batch_tokens}")
+        if not 1 <= self.max_num_seqs <= 4096:
+            raise ConfigError(f"scheduler.max_num_seqs must be in [1, 4096], got {self.max_num_seqs}")
+        if self.max_waiting < 1:
+            raise ConfigError(f"scheduler.max_waiting must be at least 1, got {self.max_waiting}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsConfig:
+    """What the bits depend on, and on what they run."""
+
+    k_shards: int = 4
+    """partial sums of a row-parallel linear layer, added in a fixed tree; part of the numerics specification"""
+    threads: int | None = None
+    """CPU threads of a step; default: all cores available (never changes a bit)"""
+    kernels: str | None = None
+    """CPU kernel build: amx, avx512, avx2 or reference; default: the best this machine runs (never changes a bit)"""
+
+    def __post_init__(self) -> None:
+        if not _power_of_two(self.k_shards) or self.k_shards > 16:
+            raise ConfigError(f"numerics.k_shards must be 1, 2, 4, 8 or 16, got {self.k_shards}")
+        if self.threads is not None and not 1 <= self.threads <= 256:
+            raise ConfigError(f"numerics.threads must be in [1, 256], got {self.threads}")
+        if self.kernels not in (None, "amx", "avx512", "avx2", "reference"):
+            raise ConfigError(f"numerics.kernels must be amx, avx512, avx2 or reference, got {self.kernels!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to start. `resolve` fills what was left to choose and returns a new object."""
+
+    model: str
+    """a local folder (config.json and safetensors), a .gguf file, or a hub id already in the local cache"""
+    tokenizer: str | None = None
+    """where the tokenizer is, if not with the model"""
+    load_format: str = "auto"
+    """auto, safetensors, gguf, or dummy (random weights from config.json)"""
+    dtype: str | None = None
+    """bfloat16 or float32; default: the checkpoint's, float16 read as bfloat16"""
+    max_model_len: int | None = None
+    """tokens of prompt and output together; default: the model's context, or what the KV pool holds if that is less"""
+    seed: int | None = None
+    """source of the seeds of unseeded requests; default: the system's entropy"""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model must name a folder, a .gguf file or a hub id, got an empty string")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+
+    def resolve(self, *, checkpoint_dtype: str, model_context: int, kv_bytes_per_block: int, available_bytes: int) -> EngineConfig:
+        """Fill every default that depends on the model and the machine.
+
+        Args:
+            checkpoint_dtype: "bfloat16", "float16" or "float32".
+            model_context: max_position_embeddings.
+            kv_bytes_per_block: bytes of one KV block over all layers, for the dtype chosen.
+            available_bytes: memory a KV pool may be taken from.
+
+        Raises:
+            ConfigError: the pool would hold no whole block, or max_model_len exceeds the model's context or the pool.
+        """
+        dtype = self.dtype or ("float32" if checkpoint_dtype == "float32" else "bfloat16")
+        memory = self.cache.memory_bytes if self.cache.memory_bytes is not None else min(2 << 30, available_bytes // 4)
+        num_blocks = self.cache.num_blocks if self.cache.num_blocks is not None else memory // kv_bytes_per_block
+        if num_blocks < 1:
+            raise ConfigError(f"the KV pool ({memory} bytes) holds no whole block of {kv_bytes_per_block} bytes: raise cache.memory_bytes")
+        pool_tokens = num_blocks * self.cache.block_tokens
+        if self.max_model_len is not None and self.max_model_len > model_context:
+            raise ConfigError(f"max_model_len {self.max_model_len} exceeds the model's context of {model_context} tokens")
+        if self.max_model_len is not None and self.max_model_len > pool_tokens:
+            raise ConfigError(f"max_model_len {self.max_model_len} exceeds the KV pool of {pool_tokens} tokens: raise cache.memory_bytes")
+        return dataclasses.replace(
+            self,
+            dtype=dtype,
+            max_model_len=self.max_model_len or min(model_context, pool_tokens),
+            cache=dataclasses.replace(self.cache, memory_bytes=num_blocks * kv_bytes_per_block, num_blocks=num_blocks),
+            numerics=dataclasses.replace(self.numerics, threads=self.numerics.threads or len(os.sched_getaffinity(0))),
+        )
+
+    @classmethod
+    def from_flat(cls, values: dict[str, Any]) -> EngineConfig:
+        """Build from {"model": …, "cache.block_tokens": …}. An unknown key is an error that lists the known ones."""
+        parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "numerics": NumericsConfig}
+        own = {f.name for f in dataclasses.fields(cls)} - parts.keys()
+        known = own | {f"{p}.{f.name}" for p, c in parts.items() for f in dataclasses.fields(c)}
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ConfigError(f"unknown configuration keys: {', '.join(unknown)} (known: {', '.join(sorted(known))})")
+        top = {k: v for k, v in values.items() if k in own}
+        for p, c in parts.items():
+            top[p] = c(**{k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(p + ".")})
+        return cls(**top)

@@ -1,0 +1,287 @@
+"""What crosses a line: requests and outputs, and the plan and result of one step.
+
+Everything here is plain Python (no tensors) and survives msgpack, so a runner or a front can live in another process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import BadRequest
+
+INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
+MAX_SAMPLES = 4096
+U64 = 1 << 64
+
+
+def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
+    """A finite float in [low, high], or BadRequest naming `name`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise BadRequest(f"{name} must be {allowed}, got {value!r}", field=name)
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
+    """An int in [low, high], or BadRequest naming `name`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadRequest(f"{name} must be {allowed}, got {value!r}", field=name)
+    return value
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """A tuple of non-negative ints, or BadRequest naming the first offender."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+        raise BadRequest(f"{name} must be a list of token ids, got {type(value).__name__}", field=name)
+    ids = tuple(value)
+    for i, v in enumerate(ids):
+        if isinstance(v, bool) or not isinstance(v, int) or v < 0:
+            raise BadRequest(f"{name}[{i}] must be a token id (an int >= 0), got {v!r}", field=name)
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. The defaults are plain sampling: temperature 1, nothing truncated.
+
+    Truncation keeps ids by rank (logit descending, id ascending on ties), in this order: top_k, then top_p of what top_k
+    left, then min_p; `logprobs` are those of the renormalised rest.
+    """
+
+    n: int = 1
+    """samples per prompt"""
+    max_tokens: int | None = None
+    """new tokens at most; None means the room left in the context"""
+    min_tokens: int = 0
+    """no EOS and no stop id is sampled, and no stop string ends, before this many new tokens"""
+    temperature: float = 1.0
+    """0 means greedy (exact argmax, ties to the lowest id)"""
+    top_p: float = 1.0
+    """keep the smallest set of likeliest ids whose mass reaches this; (0, 1]"""
+    top_k: int = 0
+    """keep this many likeliest ids; 0 keeps all"""
+    min_p: float = 0.0
+    """drop ids less likely than this fraction of the likeliest; [0, 1]"""
+    seed: int | None = None
+    """key of the random stream, [0, 2**64); None draws one from the engine's entropy, and the output reports it"""
+    stop: tuple[str, ...] = ()
+    """strings that end a sample once its text contains one"""
+    stop_token_ids: tuple[int, ...] = ()
+    """ids that end a sample besides the model's EOS ids; kept as its last token"""
+    ignore_eos: bool = False
+    """go on past the model's EOS ids (stop_token_ids still count)"""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        _integer("n", self.n, 1, MAX_SAMPLES, f"an int in [1, {MAX_SAMPLES}]")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 0, 1 << 31, "an int >= 0 or null")
+        _integer("min_tokens", self.min_tokens, 0, 1 << 31, "an int >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", field="min_tokens")
+        put(self, "temperature", _number("temperature", self.temperature, 0.0, 1e6, "a finite number in [0, 1e6]"))
+        if 0.0 < self.temperature < 1e-6:
+            raise BadRequest(f"temperature must be 0 (greedy) or at least 1e-6, got {self.temperature!r}", field="temperature")
+        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]"))
+        if self.top_p == 0.0:
+            raise BadRequest("top_p must be a number in (0, 1], got 0.0 (use temperature 0 for greedy)", field="top_p")
+        put(self, "top_k", max(0, _integer("top_k", self.top_k, -1, 1 << 62, "an int >= 0 (0 or -1 keeps all ids)")))
+        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]"))
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, U64 - 1, "an int in [0, 2**64) or null")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(s, str) and s for s in stop):
+            raise BadRequest(f"stop must be a non-empty string or a list of them, got {self.stop!r}", field="stop")
+        put(self, "stop", stop)
+        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise BadRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", field="ignore_eos")
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, msgpack-able; `from_wire` is its inverse."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> SamplingParams:
+        """Validate a dict of fields. An unknown key is a BadRequest that lists the known ones."""
+        known = {f.name for f in fields(cls)}
+        for key in wire:
+            if key not in known:
+                raise BadRequest(f"sampling_params.{key} is not a known field (known: {', '.join(sorted(known))})", field=str(key))
+        return cls(**wire)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRequest:
+    """One prompt and its n samples. Ids only: text belongs to the caller.
+
+    Sample i (counted from `first_sample`) is a pure function of (weights, prompt, params, seed, i), so a partial that is
+    sent again with `continue_from` goes on bit for bit, on any like replica.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    first_sample: int = 0
+    """index of the first of the n samples in the seed's stream"""
+    continue_from: tuple[int, ...] = ()
+    """tokens already sampled (n must be 1); counted in max_tokens, returned in front of the new ones"""
+    forced_token_ids: tuple[int, ...] = ()
+    """output tokens given instead of sampled, one after another; scored like sampled ones, then sampling goes on"""
+    include: tuple[str, ...] = ()
+    """what to return besides ids and logprobs; of INCLUDES ("text" is the front's business)"""
+    group: str | None = None
+    session: str | None = None
+    priority: int = 0
+    """lower is admitted earlier and preempted later"""
+    stream: bool = False
+    """emit token deltas as they come, not only the final output"""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "prompt_token_ids", _ids("prompt_token_ids", self.prompt_token_ids))
+        put(self, "continue_from", _ids("continue_from", self.continue_from))
+        put(self, "forced_token_ids", _ids("forced_token_ids", self.forced_token_ids))
+        put(self, "include", tuple(self.include))
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise BadRequest(f"request_id must be a non-empty string, got {self.request_id!r}", field="request_id")
+        if not self.prompt_token_ids:
+            raise BadRequest("prompt_token_ids must hold at least one id, got none", field="prompt_token_ids")
+        for name in self.include:
+            if name not in INCLUDES:
+                raise BadRequest(f"include must name only {', '.join(INCLUDES)}; got {name!r}", field="include")
+        _integer("first_sample", self.first_sample, 0, (1 << 32) - MAX_SAMPLES, "an int in [0, 2**32 - 4096]")
+        _integer("priority", self.priority, -(1 << 31), 1 << 31, "an int")
+        if self.continue_from and self.params.n != 1:
+            raise BadRequest(f"continue_from needs n = 1, got n = {self.params.n}", field="continue_from")
+        if self.continue_from and self.forced_token_ids:
+            raise BadRequest("give continue_from or forced_token_ids, not both", field="continue_from")
+        for name in ("group", "session"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise BadRequest(f"{name} must be a string or null, got {value!r}", field=name)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Msgpack-able dict; `from_wire` is its inverse."""
+        wire = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "params"}
+        wire["params"] = self.params.to_wire()
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> RolloutRequest:
+        return cls(**{**wire, "params": SamplingParams.from_wire(wire["params"])})
+
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleOutput:
+    """One sample: a delta while it runs (only if the request streams), and exactly one final output.
+
+    `token_ids`, `logprobs` and the optional columns have equal length; the final EOS or stop id is in them. A final
+    output always holds the whole sample.
+    """
+
+    request_id: str
+    sample_index: int
+    """first_sample + i"""
+    token_ids: list[int]
+    logprobs: list[float]
+    """log-probability of each token in the distribution it was drawn from (after temperature and truncation)"""
+    temperature_logprobs: list[float] | None = None
+    """the same before truncation: log_softmax(logits / temperature)"""
+    model_logprobs: list[float] | None = None
+    """log_softmax(logits), temperature 1"""
+    entropy: list[float] | None = None
+    """of softmax(logits / temperature), in nats"""
+    prompt_logprobs: list[float | None] | None = None
+    """model log-probability of each prompt token given those before it; None for the first"""
+    finish_reason: str | None = None
+    """None on a delta; else one of FINISH_REASONS"""
+    stop_reason: int | str | None = None
+    """which id or string ended it, when finish_reason is "stop" """
+    abort_reason: str | None = None
+    error: str | None = None
+    weight_versions: list[dict[str, int]] = field(default_factory=list)
+    """spans {"version", "start", "end"} over token_ids, in order, without gaps"""
+    seed: int = 0
+    """the seed in effect"""
+    cached_tokens: int = 0
+    """prompt tokens whose KV came from the prefix cache at first admission"""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Msgpack-able dict without the empty fields; `SampleOutput(**wire)` is its inverse."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotInit:
+    """What the runner keeps per slot for as long as a sequence runs: how to sample its rows."""
+
+    slot: int
+    seed: int
+    sample_index: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    want_model_logprobs: bool = False
+    want_entropy: bool = False
+    banned_ids: tuple[int, ...] = ()
+    """ids not to sample while a row's position is below `banned_until` (EOS and stop ids under min_tokens)"""
+    banned_until: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class StepPlan:
+    """One forward pass, decided by the scheduler. Columnar: entry i feeds `counts[i]` tokens of one sequence.
+
+    Slots name the runner's persistent rows (block table, sampling columns). A logits row r reads the hidden state of token
+    `row_offset[r]` of entry `row_entry[r]` and draws with slot `row_slot[r]`; n samples of one prompt are n rows on one
+    hidden state. The token drawn by a row has position `starts[entry] + row_offset + 1`.
+    """
+
+    step: int
+    new_slots: list[SlotInit] = field(default_factory=list)
+    block_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(slot, index of the first block in the slot's table, block ids); applied before `copies` and the forward pass"""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block), copied in every layer before the forward pass"""
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """position of the entry's first fed token"""
+    counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """fed tokens of all entries, one after another"""
+    row_entry: list[int] = field(default_factory=list)
+    row_offset: list[int] = field(default_factory=list)
+    row_slot: list[int] = field(default_factory=list)
+    row_forced: list[int] = field(default_factory=list)
+    """-1 draws; an id >= 0 is taken as the token instead and scored"""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """One value per logits row of the plan, in its order."""
+
+    step: int
+    version: int
+    """the weight version this forward pass ran on"""
+    token_ids: list[int]
+    logprobs: list[float]
+    temperature_logprobs: list[float]
+    model_logprobs: list[float]
+    """NaN for a row whose slot did not ask for it; so is `entropy`"""
+    entropy: list[float]
+    nonfinite: list[int] = field(default_factory=list)
+    """indices of rows whose logits held NaN or +inf; their other values mean nothing"""
