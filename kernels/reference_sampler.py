@@ -1,0 +1,189 @@
+"""Logprobs, entropy and the draw of docs/numerics.md, one logits row after another.
+
+An id's probability mass is a 40-bit integer, so every sum below is exact and has no order. R logits rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from . import spec
+from .philox import draw64
+from .reference_math import exp32, f32, ln64
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerRows:
+    """How to sample each of R rows. Columns are arrays of length R."""
+
+    temperature: Array
+    """float64; 0 is greedy"""
+    top_p: Array
+    """float64 in (0, 1]; 1 keeps all"""
+    top_k: Array
+    """int64; 0 keeps all"""
+    min_p: Array
+    """float32 in [0, 1]; 0 keeps all"""
+    seed: Array
+    """uint64"""
+    sample_index: Array
+    """uint32"""
+    position: Array
+    """uint32, of the token drawn"""
+    forced: Array
+    """int64; -1 draws, an id is taken and scored instead"""
+    want_model: Array
+    """bool: report the logprob at temperature 1"""
+    want_entropy: Array
+    """bool"""
+    banned: Sequence[Sequence[int]]
+    """per row, ids that do not take part"""
+    vocab_limit: int
+    """ids from here on are padding of the head and do not take part"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleResult:
+    """One entry per row. In a row that is `nonfinite` the token is -1 and the floats are NaN."""
+
+    token: npt.NDArray[np.int64]
+    logprob: npt.NDArray[np.float32]
+    """in the distribution drawn from, after temperature and truncation"""
+    temperature_logprob: npt.NDArray[np.float32]
+    """after temperature, before truncation"""
+    model_logprob: npt.NDArray[np.float32]
+    """at temperature 1; NaN where not asked for, as is `entropy`"""
+    entropy: npt.NDArray[np.float32]
+    """nats, after temperature, before truncation"""
+    nonfinite: npt.NDArray[np.bool_]
+
+
+class _Masses(NamedTuple):
+    z_V: Tensor
+    peak: float
+    e_V: Tensor
+    q_V: Tensor
+    """int64"""
+    total: int
+
+
+def _masses(z_V: Tensor) -> _Masses:
+    peak = z_V.amax()
+    e_V = exp32(z_V - peak)
+    q_V = (e_V * 2.0**spec.MASS_BITS).round().to(torch.int64)
+    return _Masses(z_V, peak.item(), e_V, q_V, int(q_V.sum()))
+
+
+def _log_mass(total: int) -> float:
+    return float(ln64(float(total))) - spec.LN_MASS_UNIT
+
+
+def _logprob(masses: _Masses, token: int, total: int) -> float:
+    return (masses.z_V[token].item() - masses.peak) - _log_mass(total)
+
+
+def _entropy(masses: _Masses) -> float:
+    below = masses.z_V.double() - masses.peak
+    terms = (masses.e_V.double() * below * 2.0**spec.MASS_BITS).round()
+    weighted = int(terms.masked_fill(masses.z_V == -math.inf, 0.0).to(torch.int64).sum())
+    return _log_mass(masses.total) - float(weighted) / float(masses.total)
+
+
+def _keep(masses: _Masses, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Which ids truncation keeps, [V] bool: top_k, then top_p of what it left, then min_p; always the likeliest."""
+    keep_V = torch.ones_like(masses.z_V, dtype=torch.bool)
+    if 0 < top_k < len(keep_V) or top_p < 1.0:
+        ranked = torch.sort(masses.z_V, descending=True, stable=True).indices
+        running = masses.q_V[ranked].cumsum(0)
+        if top_k > 0:
+            running = running[:top_k]
+        if top_p < 1.0:
+            mass = int(running[-1])
+            target = min(max(math.ceil(top_p * float(mass)), 1), mass)
+            running = running[: int(torch.searchsorted(running, target)) + 1]
+        keep_V[ranked[len(running) :]] = False
+    if min_p > 0.0:
+        keep_V &= masses.e_V >= f32(min_p)
+    keep_V[int(masses.z_V.argmax())] = True
+    return keep_V
+
+
+def _draw(masses: _Masses, keep_V: Tensor, random_bits: int) -> int:
+    running = masses.q_V.where(keep_V, 0).cumsum(0)
+    return int(torch.searchsorted(running, random_bits * int(running[-1]) >> 64, right=True))
+
+
+def _greedy_row(logits_V: Tensor, forced: int) -> tuple[int, float, float, float]:
+    best = int((logits_V == logits_V.amax()).nonzero()[0])  # argmax does not promise the lowest of equals
+    token = best if forced < 0 else forced
+    logprob = 0.0 if token == best else -math.inf
+    return token, logprob, logprob, 0.0
+
+
+def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> tuple[int, float, float, float, float] | None:
+    # Ids that do not take part hold -inf by now: no mass, last in rank, never the likeliest.
+    if logits_V.isnan().any() or not math.isfinite(logits_V.amax().item()):
+        return None
+    temperature, forced, nan = float(rows.temperature[r]), int(rows.forced[r]), math.nan
+    if temperature == 0.0:
+        token, logprob, temperature_logprob, entropy = _greedy_row(logits_V, forced)
+    else:
+        z_V = logits_V * f32(1.0 / temperature)
+        if not math.isfinite(z_V.amax().item()):
+            return None
+        masses = _masses(z_V)
+        keep_V = _keep(masses, int(rows.top_k[r]), float(rows.top_p[r]), float(rows.min_p[r]))
+        token = forced
+        if forced < 0:
+            token = _draw(masses, keep_V, draw64(int(rows.seed[r]), int(rows.sample_index[r]), int(rows.position[r])))
+        kept_mass = int(masses.q_V.where(keep_V, 0).sum())
+        logprob = _logprob(masses, token, kept_mass) if keep_V[token] else -math.inf
+        temperature_logprob = _logprob(masses, token, masses.total)
+        entropy = _entropy(masses) if rows.want_entropy[r] else nan
+    model = nan
+    if rows.want_model[r]:
+        at_one = masses if temperature == 1.0 else _masses(logits_V)
+        model = _logprob(at_one, token, at_one.total)
+    return token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan
+
+
+def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
+    """Choose and score one token per row; a row's result depends on that row alone.
+
+    Args:
+        logits_RV: [R, V] bfloat16 or float32, V >= `rows.vocab_limit`.
+        rows: R rows of sampling columns.
+
+    Raises:
+        ValueError: a column has another length, or a forced id lies outside the vocabulary.
+    """
+    num_rows, vocab = logits_RV.shape
+    lengths = {len(getattr(rows, name)) for name in SamplerRows.__slots__ if name != "vocab_limit"}
+    if lengths != {num_rows}:
+        raise ValueError(f"sample: {num_rows} logits rows need columns of that length, got lengths {sorted(lengths)}")
+    if not 0 < rows.vocab_limit <= vocab:
+        raise ValueError(f"sample: vocab_limit must be in [1, {vocab}], got {rows.vocab_limit}")
+    if num_rows and not (int(rows.forced.min()) >= -1 and int(rows.forced.max()) < vocab):
+        raise ValueError(f"sample: forced ids must be in [-1, {vocab}), got {int(rows.forced.min())} to {int(rows.forced.max())}")
+    token, nonfinite = np.full(num_rows, -1, dtype=np.int64), np.ones(num_rows, dtype=np.bool_)
+    floats = np.full((4, num_rows), np.nan, dtype=np.float32)
+    for r in range(num_rows):
+        logits_V = logits_RV[r].to(torch.float32, copy=True)
+        logits_V[rows.vocab_limit :] = -math.inf
+        logits_V[[i for i in rows.banned[r] if i < vocab]] = -math.inf
+        if (row := _sample_row(logits_V, rows, r)) is not None:
+            token[r], *floats[:, r] = row
+            nonfinite[r] = False
+    return SampleResult(
+        token=token, logprob=floats[0], temperature_logprob=floats[1], model_logprob=floats[2], entropy=floats[3], nonfinite=nonfinite
+    )
