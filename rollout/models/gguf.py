@@ -1,0 +1,273 @@
+"""Reading GGUF files: metadata, tensors as float32 in Hugging Face names and layout, and the config they imply. Torch-free.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, UnsupportedModel
+from .dequantize import BlockFormat, Floats, block_format, dequantize
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_CHUNK_ELEMENTS = 1 << 20
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of a file."""
+
+    name: str
+    """Hugging Face name"""
+    shape: tuple[int, ...]
+    """row-major, as in a Hugging Face checkpoint (the file lists dimensions in reverse)"""
+    format: BlockFormat
+    offset: int
+    """of its first byte in the file"""
+    permuted_heads: int = 0
+    """heads whose rows llama.cpp stores interleaved for its rotary layout; 0: rows are in order"""
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) // self.format.elements * self.format.bytes
+
+
+class _Cursor:
+    """Little-endian values one after another."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.position = 0
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from(code, self.data, self.position)
+        self.position += struct.calcsize(code)
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("<Q")
+        start = self.position
+        self.position += length
+        return self.data[start : self.position].decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            item, count = self.scalar("<I"), self.scalar("<Q")
+            if item in (_STRING, _ARRAY):
+                return [self.value(item) for _ in range(count)]
+            dtype = np.dtype("?" if item == 7 else _SCALARS[item])
+            start = self.position
+            self.position += dtype.itemsize * count
+            return np.frombuffer(self.data[start : self.position], dtype).tolist()
+        if kind not in _SCALARS:
+            raise ConfigError(f"GGUF metadata has a value of unknown type {kind}")
+        return self.scalar(_SCALARS[kind])
+
+
+class GgufFile:
+    """A GGUF file opened by mmap; `tensors` and every reading method use Hugging Face names.
+
+    Raises:
+        ConfigError: not a readable GGUF file.
+        UnsupportedModel: its architecture, a tensor's type or a tensor's role is not supported; the message names all of them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ConfigError(f"{self.path} is not a file: give a .gguf file")
+        with self.path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ConfigError(f"{self.path} is not a GGUF file (it does not begin with 'GGUF')")
+            self._mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._read_header()
+        except (struct.error, IndexError) as error:
+            raise ConfigError(f"{self.path} ends inside its header: the file is cut short or damaged") from error
+        self._bytes = np.frombuffer(self._mmap, np.uint8)
+
+    def _read_header(self) -> None:
+        cursor = _Cursor(self._mmap)
+        cursor.position = 4
+        version = cursor.scalar("<I")
+        if version not in (2, 3):
+            raise ConfigError(f"{self.path} is GGUF version {version} (supported: 2 and 3, little-endian)")
+        num_tensors, num_keys = cursor.scalar("<Q"), cursor.scalar("<Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.scalar("<I"))
+        self.architecture: str = self.metadata.get("general.architecture", "none")
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"{self.path}: architecture {self.architecture!r} is not supported (supported: {', '.join(ARCHITECTURES)})"
+            )
+        infos = []
+        for _ in range(num_tensors):
+            name, ndim = cursor.string(), cursor.scalar("<I")
+            dims = [cursor.scalar("<Q") for _ in range(ndim)]
+            infos.append((name, tuple(reversed(dims)), cursor.scalar("<I"), cursor.scalar("<Q")))
+        alignment = self.metadata.get("general.alignment", 32)
+        start = -(-cursor.position // alignment) * alignment
+        self.tensors: dict[str, GgufTensor] = {}
+        problems = []
+        for name, shape, ggml_type, offset in infos:
+            hf_name = self._hf_name(name)
+            try:
+                fmt = block_format(ggml_type, name)
+            except UnsupportedModel as error:
+                problems.append(str(error))
+                continue
+            if hf_name is None:
+                problems.append(f"GGUF tensor {name} has no role in a {self.architecture} model computed here")
+                continue
+            tensor = GgufTensor(hf_name, shape, fmt, start + offset, self._permuted_heads(name))
+            if tensor.offset + tensor.nbytes > len(self._mmap):
+                raise ConfigError(f"{self.path} ends inside tensor {name}: the file is cut short")
+            self.tensors[hf_name] = tensor
+        if problems:
+            raise UnsupportedModel(f"{self.path}: {'; '.join(problems)}")
+
+    def _hf_name(self, name: str) -> str | None:
+        if name in _TOP_NAMES:
+            return _TOP_NAMES[name]
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        if match is None or match[2] not in _LAYER_NAMES:
+            return None
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+
+    def _permuted_heads(self, name: str) -> int:
+        """llama.cpp's converter interleaves the halves of q and k heads for architecture llama, and for no other."""
+        if self.architecture != "llama" or not name.startswith("blk."):
+            return 0
+        heads = int(self.get("attention.head_count"))
+        if ".attn_q." in name:
+            return heads
+        return int(self.get("attention.head_count_kv", heads)) if ".attn_k." in name else 0
+
+    def get(self, key: str, *default: Any) -> Any:
+        """Metadata `<architecture>.<key>`; ConfigError if it is missing and no default is given."""
+        full = f"{self.architecture}.{key}"
+        if full not in self.metadata and not default:
+            raise ConfigError(f"{self.path} has no metadata {full}")
+        return self.metadata.get(full, *default)
+
+    def row_blocks(self, hf_name: str) -> Iterator[Floats]:
+        """A tensor's rows in order as [rows, columns] float32 pieces of about 4 MB (a vector is one row)."""
+        tensor = self.tensors[hf_name]
+        columns = tensor.shape[-1]
+        rows = int(np.prod(tensor.shape)) // columns
+        row_bytes = columns // tensor.format.elements * tensor.format.bytes
+        data = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
+        if tensor.permuted_heads and len(tensor.shape) == 1:
+            yield _unpermute(dequantize(data.reshape(1, -1), tensor.format).T, columns // tensor.permuted_heads).T
+            return
+        unit = rows // tensor.permuted_heads if tensor.permuted_heads else 1
+        step = max(1, _CHUNK_ELEMENTS // (columns * unit)) * unit
+        data = data.reshape(rows, row_bytes)
+        for first in range(0, rows, step):
+            block = dequantize(data[first : first + step], tensor.format)
+            yield _unpermute(block, unit) if tensor.permuted_heads else block
+
+    def read(self, hf_name: str) -> Floats:
+        """A whole tensor, float32, in its Hugging Face shape and row order."""
+        tensor = self.tensors[hf_name]
+        out = np.empty((int(np.prod(tensor.shape)) // tensor.shape[-1], tensor.shape[-1]), np.float32)
+        first = 0
+        for block in self.row_blocks(hf_name):
+            out[first : first + len(block)] = block
+            first += len(block)
+        return out.reshape(tensor.shape)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence and end-of-turn ids of the metadata, ascending."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        return tuple(sorted({int(self.metadata[key]) for key in keys if key in self.metadata}))
+
+    def hf_config(self) -> dict[str, Any]:
+        """The config.json this file implies (dtype bfloat16, what a dequantised copy is stored in)."""
+        heads = int(self.get("attention.head_count"))
+        hidden = int(self.get("embedding_length"))
+        head_dim = int(self.get("attention.key_length", hidden // heads))
+        problems = []
+        if (rotary := self.get("rope.dimension_count", head_dim)) != head_dim:
+            problems.append(f"rope.dimension_count {rotary} differs from the head size {head_dim}")
+        if self.get("expert_count", 0):
+            problems.append(f"expert_count {self.get('expert_count')} (supported: dense models)")
+        if (window := self.get("attention.sliding_window", None)) is not None:
+            problems.append(f"attention.sliding_window {window} (supported: full attention)")
+        if "model.embed_tokens.weight" not in self.tensors:
+            problems.append("no tensor token_embd.weight")
+        if problems:
+            raise UnsupportedModel(f"{self.path}: {'; '.join(problems)}")
+        theta = _shortest(self.get("rope.freq_base", 10000.0))
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": int(self.get("feed_forward_length")),
+            "num_hidden_layers": int(self.get("block_count")),
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(self.get("attention.head_count_kv", heads)),
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": int(self.get("context_length")),
+            "rms_norm_eps": _shortest(self.get("attention.layer_norm_rms_epsilon")),
+            "rope_theta": theta,
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+        }
+        kind = self.get("rope.scaling.type", "none")
+        if kind != "none":
+            config["rope_scaling"] = {"rope_type": kind, "factor": _shortest(self.get("rope.scaling.factor", 1.0))}
+        for name in ("bos", "padding"):
+            if (value := self.metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+                config["pad_token_id" if name == "padding" else f"{name}_token_id"] = int(value)
+        if eos := self.eos_token_ids():
+            config["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+        return config
+
+
+def _unpermute(rows: Floats, head_rows: int) -> Floats:
+    """Undo llama.cpp's row order (pairs next to each other) in each head: [heads * head_rows, columns]."""
+    pairs = rows.reshape(-1, head_rows // 2, 2, rows.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-05 for 9.999999747378752e-06. The float32 stays the same."""
+    return float(str(np.float32(value)))

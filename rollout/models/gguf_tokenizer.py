@@ -1,0 +1,83 @@
+"""The tokenizer a GGUF file's metadata describes, as a `tokenizers.Tokenizer`. Torch-free; `tokenizers` is imported when used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedModel
+from .gguf import GgufFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2")
+"""values of `tokenizer.ggml.pre` that can be rebuilt"""
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def build_tokenizer(gguf: GgufFile) -> Backend:
+    """Byte-level BPE with the file's vocabulary, merges and special tokens.
+
+    Raises:
+        UnsupportedModel: another tokenizer model or pre-tokenizer; names it and what is supported.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    meta = gguf.metadata
+    kind, pre = meta.get("tokenizer.ggml.model", "none"), meta.get("tokenizer.ggml.pre", "none")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        supported = f"gpt2 with {', '.join(PRE_TOKENIZERS)}"
+        raise UnsupportedModel(f"{gguf.path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: {supported})")
+    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    types: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab = {token: i for i, (token, t) in enumerate(zip(tokens, types, strict=True)) if t != _UNUSED}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in meta["tokenizer.ggml.merges"])]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    marked = [(token, t == _CONTROL) for token, t in zip(tokens, types, strict=True) if t in (_CONTROL, _USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, special=special, normalized=False) for token, special in marked])
+    bos = meta.get("tokenizer.ggml.bos_token_id")
+    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+        token = tokens[bos]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, bos)]
+        )
+    return backend
+
+
+def _pre_tokenizer(pre: str) -> Any:
+    """How text is cut before merging, as in the models' own tokenizer.json."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if pre == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    split = _QWEN2_SPLIT if pre == "qwen2" else _LLAMA3_SPLIT
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(split), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
+    """The tokenizer_config.json that belongs to `build_tokenizer`'s result.
+
+    `PreTrainedTokenizerFast` makes transformers use tokenizer.json as it is, instead of a model class's own pre-tokenizer.
+    """
+    tokens: list[str] = gguf.metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(gguf.get("context_length")),
+    }
+    for name, key in _SPECIAL_KEYS.items():
+        if (token_id := gguf.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[name] = tokens[token_id]
+    if (template := gguf.metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    return config
