@@ -284,7 +284,9 @@ def _cached_snapshot(cache: Path) -> Path | None:
     named = [cache / "snapshots" / ref.read_text().strip()] if ref.is_file() else []
     snapshots = cache / "snapshots"
     newest = sorted(snapshots.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True) if snapshots.is_dir() else []
-    return next((folder for folder in (*named, *newest) if (folder / "config.json").exists()), None)
+    return next(
+        (folder for folder in (*named, *newest) if any((folder / name).exists() for name in ("config.json", "tokenizer.json"))), None
+    )
 
 
 def _download(model: str) -> tuple[Path | None, str]:

@@ -1,0 +1,87 @@
+"""Text from a stream of token ids: whole characters only, constant work per token, and stop strings. Torch-free."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+from ..errors import BadRequest
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+_MAX_PENDING = 8
+"""tokens held back for an unfinished character; UTF-8 needs 4 at most"""
+
+
+class IncrementalDecoder:
+    """Turns ids into text as they come. All texts of `push` and `finish` together are `tokenizer.decode` of all ids.
+
+    Byte-level vocabularies decode byte by byte. Others decode a short window of tokens twice and take the difference.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
+        self._settled: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that became complete with this token; empty while a character is unfinished."""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("�") and len(self._pending) < _MAX_PENDING:
+            return ""
+        self._settled, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is left at the end: an unfinished character, as U+FFFD."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        text = self._new_text() if self._pending else ""
+        self._settled, self._pending = self._pending or self._settled, []
+        return text
+
+    def _new_text(self) -> str:
+        """Text of the pending tokens in the context of those before (a first token may lose its leading space)."""
+        before = self._tokenizer.decode(self._settled, skip_special_tokens=False)
+        return self._tokenizer.decode(self._settled + self._pending, skip_special_tokens=False)[len(before) :]
+
+
+class StopStringMatcher:
+    """Finds the first stop string in generated text, token by token.
+
+    Only generated text is searched. A stop string may span tokens and end inside one. Special tokens count as text, so a
+    stop string such as "<|im_end|>" works.
+
+    Args:
+        tokenizer: of the ids pushed.
+        stop: stop strings, none empty.
+
+    Raises:
+        BadRequest: an empty stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        if not all(stop):
+            raise BadRequest("stop strings must not be empty", field="stop")
+        self._stop = stop
+        self._keep = max((len(s) for s in stop), default=1) - 1
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+        self._tail = ""
+
+    def push(self, token_id: int) -> str | None:
+        """The stop string that the text contains as of this token: the one that ends first, then the longest."""
+        new = self._decoder.push(token_id)
+        if not new:
+            return None
+        text = self._tail + new
+        self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        return min(found)[2] if found else None

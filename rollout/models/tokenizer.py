@@ -1,0 +1,211 @@
+"""Text to ids and back, and chat templates, over the `tokenizers` library. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadRequest, ConfigError
+from .chat_template import compile_template, render
+from .config import read_eos_token_ids, resolve_model_path
+from .detokenizer import IncrementalDecoder, StopStringMatcher
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer as Backend
+
+__all__ = ["IncrementalDecoder", "StopStringMatcher", "Tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer with its chat template.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`; its truncation and padding are switched off.
+        special_tokens: texts by name ("bos_token", …), which chat templates read.
+        chat_templates: Jinja sources by name; "default" is the usual one, "tool_use" serves requests with tools.
+        eos_token_ids: ids that end a sample.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.eos_token_ids = eos_token_ids
+        self._templates = dict(chat_templates or {})
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_model(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Load from a folder with tokenizer.json, a .gguf file, or a hub id in the local cache.
+
+        Raises:
+            ConfigError: there is no tokenizer there.
+            UnsupportedModel: a GGUF tokenizer that cannot be rebuilt.
+        """
+        folder = resolve_model_path(os.fspath(path))
+        if folder.suffix == ".gguf":
+            return cls._from_gguf(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"{folder} holds no tokenizer.json: name another folder, .gguf file or hub id as the tokenizer")
+        from tokenizers import Tokenizer as Backend
+
+        config = _read_config(folder)
+        return cls(
+            Backend.from_file(str(file)),
+            special_tokens=_special_tokens(config),
+            chat_templates=_chat_templates(folder, config),
+            eos_token_ids=read_eos_token_ids(folder),
+        )
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> Tokenizer:
+        from .gguf import GgufFile
+        from .gguf_tokenizer import build_tokenizer, tokenizer_config
+
+        gguf = GgufFile(path)
+        config = tokenizer_config(gguf)
+        return cls(
+            build_tokenizer(gguf),
+            special_tokens=_special_tokens(config),
+            chat_templates=_chat_templates(None, config),
+            eos_token_ids=gguf.eos_token_ids(),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included; the model's embedding may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decode to nothing under `skip_special_tokens`."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether tokens spell bytes (GPT-2's alphabet), so that text is the concatenation of `token_bytes`."""
+        return type(self.backend.decoder).__name__ == "ByteLevel"
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text`; special tokens written out in it are recognised. `add_special_tokens` adds BOS where the model has one."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to the text of a byte-level vocabulary; empty for an id beyond it."""
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = _spelled_bytes(self.backend.id_to_token(token_id) or "")
+        return cached
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text the chat template makes of `messages`.
+
+        Args:
+            messages: {"role", "content", …}.
+            add_generation_prompt: end with the header of an assistant turn.
+            continue_final_message: end inside the last message instead.
+            chat_template: Jinja source to use instead of the model's.
+            variables: more for the template, such as `tools`, `documents`, `enable_thinking`.
+
+        Raises:
+            BadRequest: no chat template, or it refuses the messages.
+        """
+        template = self._template(chat_template, bool(variables.get("tools")))
+        return render(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={"tools": None, "documents": None, **self.special_tokens, **variables},
+        )
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
+        """Ids of `render_chat`'s text, without added BOS (templates write it themselves)."""
+        return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs))
+
+    def _template(self, source: str | None, with_tools: bool) -> jinja2.Template:
+        if source is not None:
+            return compile_template(source)
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise BadRequest("this model has no chat template: send a prompt, or a chat_template with the messages", field="messages")
+        if name not in self._compiled:
+            self._compiled[name] = compile_template(self._templates[name])
+        return self._compiled[name]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_templates(folder: Path | None, config: dict[str, Any]) -> dict[str, str]:
+    """chat_template.jinja wins over tokenizer_config.json, whose value is one source or a list of named ones."""
+    value = config.get("chat_template")
+    templates = {"default": value} if isinstance(value, str) else {t["name"]: t["template"] for t in value or ()}
+    if folder is not None and (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 characters stand for themselves, the others for 256, 257, … in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _alphabet()
+
+
+def _spelled_bytes(token: str) -> bytes:
+    """A token with a character outside the alphabet (an added token) stands for its own text, as in the ByteLevel decoder."""
+    try:
+        return bytes(_BYTE_OF[char] for char in token)
+    except KeyError:
+        return token.encode("utf-8")
