@@ -1,0 +1,1 @@
+#include "native.cpp"  // NOLINT: one source, one build per instruction set

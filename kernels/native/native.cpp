@@ -1,0 +1,238 @@
+// One step of a program: a flat list of phases, each a number of work items that threads take by an atomic counter.
+// Compiled once per instruction set (amx.cpp, avx512.cpp, avx2.cpp); every build gives the same bits.
+#include "program.h"
+
+#include <sched.h>
+
+#include <atomic>
+#include <memory>
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "sampler.h"
+
+namespace {
+
+template <class T>
+inline T* panels_in(const Op& op) {
+  return (T*)op.in;
+}
+
+template <class T>
+void embed_rows(const Op& op, const Step& st, int t0, int t1) {
+  const T* w = (const T*)st.weights[op.w];
+  for (int t = t0; t < t1; t++) {
+    T* out = (T*)op.out + t * op.ld_out;
+    if (op.packed)
+      unpack(w, out, op.ld_out, op.n, op.k, false, st.ids[t], 1, 0, op.k);
+    else
+      memcpy(out, w + (int64_t)st.ids[t] * op.k, op.k * sizeof(T));
+  }
+}
+
+template <class T>
+void panel_rows(const Op& op, int t0, int t1) {
+  for (int t = t0; t < t1; t++)
+    for (int c = 0; c < op.k; c++) *panel_at((T*)op.out, ceil_div(op.k, 32), t, c) = ((const T*)op.in)[t * op.ld_in + c];
+}
+
+template <class T>
+void norm_rows(const Op& op, const Step& st, int r0, int r1) {
+  const T* weight = (const T*)st.weights[op.w];
+  int kb = ceil_div(op.k, 32), whole = op.k / 16 * 16;
+  auto chunk = [&](const T* p, int j) {
+    if (j < whole) return load(p + j);
+    T tail[16] = {};
+    memcpy(tail, p + j, (op.k - j) * sizeof(T));
+    return load(tail);
+  };
+  for (int r = r0; r < r1; r++) {
+    const T* x = (const T*)op.in + (op.rows_mode ? st.hidden_row[r] : r) * op.ld_in;
+    v16 a[4] = {zero16(), zero16(), zero16(), zero16()};
+    for (int j = 0; j < op.k; j += 16) {
+      v16 v = chunk(x, j);
+      a[j / 16 % 4] = fma(v, v, a[j / 16 % 4]);
+    }
+    float mean = hsum((a[0] + a[1]) + (a[2] + a[3])) / (float)op.k;
+    v16 scale = bc(1.f / sqrtf(mean + op.eps));
+    for (int j = 0; j < op.k; j += 16)
+      panel_store((T*)op.out, kb, r, j, rounded<T>(chunk(x, j) * scale) * chunk(weight, j), op.k - j < 16 ? op.k - j : 16);
+  }
+}
+
+void copy_blocks(const Step& st, int i) {
+  memcpy(st.kv + st.copies[2 * i + 1] * st.kv_block_bytes, st.kv + st.copies[2 * i] * st.kv_block_bytes, st.kv_block_bytes);
+}
+
+struct Phase {
+  const Op* op;
+  int kind;        // op kind, or SAMPLE for the second half of OP_LOGITS
+  int items, row0, row1, per;
+};
+constexpr int SAMPLE = 100;
+
+struct alignas(64) Progress {
+  std::atomic<int> next{0};
+  char pad[60];
+  std::atomic<int> done{0};
+};
+
+// Rows whose panels stay in the second-level cache while weight blocks pass.
+constexpr int64_t PANEL_BYTES = 1 << 20;
+
+struct Run {
+  const Step* st;
+  std::vector<Phase> phases;
+  std::unique_ptr<Progress[]> progress;
+
+  void add(const Op& op, const Step& s, int threads) {
+    int rows = op.rows_mode ? s.num_rows : s.num_tokens;
+    int per = rows <= 4 * threads ? 1 : rows <= 64 * threads ? 4 : 16;
+    switch (op.kind) {
+      case OP_EMBED:
+      case OP_RMSNORM:
+      case OP_PANELS: phases.push_back({&op, op.kind, ceil_div(rows, per), 0, rows, per}); break;
+      case OP_LINEAR: add_linear(op, 0, rows, threads); break;
+      case OP_ROPE_STORE: phases.push_back({&op, op.kind, s.num_runs, 0, 0, 1}); break;
+      case OP_ATTENTION: phases.push_back({&op, op.kind, s.num_items * op.kv_heads, 0, 0, 1}); break;
+      case OP_COPY_BLOCKS: phases.push_back({&op, op.kind, s.num_copies, 0, 0, 1}); break;
+      case OP_LOGITS:
+        for (int r = 0; r < s.num_rows; r += s.piece_rows) {
+          int end = r + s.piece_rows < s.num_rows ? r + s.piece_rows : s.num_rows;
+          add_linear(op, r, end, threads);
+          phases.push_back({&op, SAMPLE, end - r, r, end, 1});
+        }
+        break;
+    }
+  }
+  // Items are (piece of rows) x (group of weight blocks): few rows, long groups, so that each reads one stretch of memory.
+  void add_linear(const Op& op, int row0, int row1, int threads) {
+    if (row1 <= row0) return;
+    int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), per = ceil_div(blocks, threads * 8);
+    int64_t row_bytes = (int64_t)op.k * (op.dtype ? 4 : 2);
+    int piece = std::max<int64_t>(32, PANEL_BYTES / row_bytes / 32 * 32);
+    for (int r = row0; r < row1; r += piece)
+      phases.push_back({&op, op.kind, ceil_div(blocks, per), r, r + piece < row1 ? r + piece : row1, per});
+  }
+
+  template <class T>
+  void item(const Phase& ph, int i) const {
+    const Op& op = *ph.op;
+    const Step& s = *st;
+    int r0 = ph.row0 + i * ph.per, r1 = std::min(r0 + ph.per, ph.row1);
+    switch (ph.kind) {
+      case OP_EMBED: embed_rows<T>(op, s, r0, r1); break;
+      case OP_PANELS: panel_rows<T>(op, r0, r1); break;
+      case OP_RMSNORM: norm_rows<T>(op, s, r0, r1); break;
+      case OP_ROPE_STORE: rope_store_item<T>(op, s, i); break;
+      case OP_ATTENTION: attention_item<T>(op, s, i); break;
+      case OP_COPY_BLOCKS: copy_blocks(s, i); break;
+      case OP_LINEAR:
+      case OP_LOGITS: {
+        int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), nb0 = i * ph.per, nb1 = std::min(nb0 + ph.per, blocks);
+        scratch.reset((size_t)32 * round_up(op.k, 32) * 4 + 64);
+        float* wide = scratch.take<float>((int64_t)32 * round_up(op.k, 32));
+        if (ph.kind == OP_LINEAR) {
+          linear_item(op, s, (const T*)op.in, (T*)op.out, nb0, nb1, ph.row0, ph.row1, wide);
+        } else {  // rows of a piece stand at the top of the logits buffer
+          T* out = (T*)s.logits - (int64_t)ph.row0 * s.ld_logits;
+          linear_item(op, s, (const T*)op.in, out, nb0, nb1, ph.row0, ph.row1, wide);
+        }
+        break;
+      }
+      case SAMPLE: sample_row<T>(op, s, (const T*)s.logits + (int64_t)i * s.ld_logits, ph.row0 + i); break;
+    }
+  }
+
+  // Every thread walks all phases; a phase is over when its items are done, whoever did them.
+  void work() const {
+    unsigned csr = _mm_getcsr();
+    _mm_setcsr(csr | 0x8040);  // subnormals read and written as zero
+#if defined(__AMX_BF16__)
+    tile_rows = -1;
+#endif
+    for (size_t p = 0; p < phases.size(); p++) {
+      const Phase& ph = phases[p];
+      Progress& pr = progress[p];
+      int i;
+      while ((i = pr.next.fetch_add(1, std::memory_order_relaxed)) < ph.items) {
+        if (ph.op->dtype)
+          item<float>(ph, i);
+        else
+          item<bf16>(ph, i);
+        pr.done.fetch_add(1, std::memory_order_release);
+      }
+      for (int spins = 0; pr.done.load(std::memory_order_acquire) < ph.items; spins++) {
+        if (spins < 4000)
+          _mm_pause();
+        else
+          sched_yield();
+      }
+    }
+#if defined(__AMX_BF16__)
+    if (tile_rows >= 0) _tile_release();
+#endif
+    _mm_setcsr(csr);
+  }
+};
+
+void run_threads(void* data) { ((const Run*)data)->work(); }
+
+}  // namespace
+
+extern "C" {
+#pragma GCC visibility push(default)
+
+// Sizes the loader checks: a mismatch means the library and the Python side are of different versions.
+void rs_abi(int64_t* out) {
+  out[0] = sizeof(Op);
+  out[1] = sizeof(Step);
+}
+
+// Whether this build runs here (and, for AMX, leave to use it). 0 is yes.
+int rs_init(void) {
+#if defined(__AMX_BF16__)
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return (int)syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+#else
+  return 0;
+#endif
+}
+
+int64_t rs_packed_elems(int dtype, int n, int k, int interleave) {
+  int64_t blocks = num_weight_blocks(n, interleave);
+  return blocks * 32 * (dtype ? k : round_up(k, 32));
+}
+
+void rs_pack(int dtype, void* dst, const void* src, int64_t ld_src, int n, int k, int interleave, int row0, int rows, int col0, int cols) {
+  if (dtype)
+    pack((float*)dst, (const float*)src, ld_src, n, k, interleave, row0, rows, col0, cols);
+  else
+    pack((bf16*)dst, (const bf16*)src, ld_src, n, k, interleave, row0, rows, col0, cols);
+}
+
+void rs_unpack(int dtype, const void* src, void* dst, int64_t ld_dst, int n, int k, int interleave, int row0, int rows, int col0, int cols) {
+  if (dtype)
+    unpack((const float*)src, (float*)dst, ld_dst, n, k, interleave, row0, rows, col0, cols);
+  else
+    unpack((const bf16*)src, (bf16*)dst, ld_dst, n, k, interleave, row0, rows, col0, cols);
+}
+
+// Ops [begin, end) of a program on one step, in one parallel region. `parallel` is GOMP_parallel of the OpenMP runtime that
+// torch has loaded already (null: this thread alone).
+void rs_run(const Op* ops, int begin, int end, const Step* step, int threads, ParallelFn parallel) {
+  Run run;
+  run.st = step;
+  for (int i = begin; i < end; i++) run.add(ops[i], *step, threads);
+  run.progress.reset(new Progress[run.phases.size()]);
+  if (threads > 1 && parallel)
+    parallel(run_threads, &run, (unsigned)threads, 0);
+  else
+    run.work();
+}
+
+#pragma GCC visibility pop
+}  // extern "C"

@@ -1,0 +1,74 @@
+// The C ABI: a program is a list of ops with fixed buffers, made once at load; a step holds what changes with each call.
+// kernels/native_lib.py mirrors these structs field by field; rs_abi() lets it check that it does.
+#pragma once
+#include <cstdint>
+
+enum OpKind : int32_t {
+  OP_EMBED = 1,       // out[t] = row ids[t] of weight w (plain rows, or packed when `packed`)
+  OP_RMSNORM = 2,     // out (panels) = rmsnorm(in (rows)) * w; rows_mode 1 reads in[hidden_row[r]]
+  OP_LINEAR = 3,      // in (panels) -> out, by epilogue
+  OP_ROPE_STORE = 4,  // rotate q and k of in (rows) in place, store k and v into the pages
+  OP_ATTENTION = 5,   // q of in (rows), pages -> out (panels)
+  OP_COPY_BLOCKS = 6, // KV block copies, all layers
+  OP_LOGITS = 7,      // head linear and sampler over hidden panels, in pieces of `piece_rows`
+  OP_PANELS = 8,      // in (rows) -> out (panels)
+};
+enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_FLOAT = 3 };
+
+struct Op {
+  int32_t kind, dtype;       // dtype: 0 bfloat16, 1 float32
+  int32_t w, bias;           // indices into Step.weights, -1 for none
+  int32_t n, k;              // output and input width
+  int32_t shards, epilogue;
+  void* in;
+  void* out;                 // EP_RESIDUAL: the residual rows, read and written
+  int64_t ld_in, ld_out;     // row strides in elements, for row-major buffers
+  int32_t layer, rows_mode;  // rows_mode 0: the step's tokens, 1: its logits rows
+  float eps, scale;
+  int32_t heads, kv_heads, head_dim, packed;
+};
+
+struct Step {
+  int32_t num_tokens, num_rows;
+  const int32_t* ids;
+  const int32_t* positions;
+  // KV pool
+  char* kv;
+  int64_t kv_block_bytes, kv_layer_bytes;
+  int32_t block_tokens, num_layers;
+  const void* cos;  // [P, head_dim / 2], dtype
+  const void* sin;
+  int32_t num_runs, num_items, num_copies, table_stride;
+  const int32_t* runs;        // [num_runs][4]: first token, tokens, block, offset; within one unit of min(32, block_tokens)
+  const int32_t* items;       // [num_items][4]: first token, tokens, leading key blocks (32 keys) they share, most keys
+  const int32_t* num_keys;    // [T] keys each token sees
+  const int32_t* first_key;   // [T] first key each token sees
+  const int32_t* token_slot;  // [T] row of `tables`
+  const int32_t* tables;      // [slots][table_stride] block ids
+  const int32_t* copies;      // [num_copies][2]: source, destination
+  void* const* weights;
+  // logits rows
+  const int32_t* hidden_row;  // [R] token whose hidden state the row reads
+  void* logits;               // [piece_rows][ld_logits]
+  int64_t ld_logits;
+  int32_t piece_rows, vocab_limit;
+  const double* temperature;  // [R]
+  const double* top_p;
+  const float* min_p;
+  const int64_t* top_k;
+  const uint64_t* seed;
+  const uint32_t* sample_index;
+  const uint32_t* row_position;
+  const int64_t* forced;      // -1 draws
+  const uint8_t* want;        // 1 model logprob, 2 entropy
+  const int32_t* ban_offset;  // [R + 1] into banned
+  const int32_t* banned;
+  int64_t* out_token;
+  float* out_logprob;
+  float* out_temperature_logprob;
+  float* out_model_logprob;
+  float* out_entropy;
+  uint8_t* out_nonfinite;
+};
+
+typedef void (*ParallelFn)(void (*fn)(void*), void* data, unsigned threads, unsigned flags);

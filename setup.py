@@ -1,0 +1,36 @@
+"""Builds the CPU kernels: one source, one shared library per instruction set, all optional.
+
+They are plain C-ABI libraries loaded by ctypes (kernels/native_lib.py). Without a compiler the package installs all the
+same and runs on kernels/reference.py, slowly.
+"""
+
+import platform
+import sys
+
+from setuptools import Extension, setup
+
+COMMON = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-w"]
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+BUILDS = {"avx2": AVX2, "avx512": AVX512, "amx": AMX}
+HEADERS = ["simd.h", "program.h", "linear.h", "attention.h", "sampler.h", "native.cpp"]
+
+
+def extensions() -> list[Extension]:
+    if platform.machine().lower() not in ("x86_64", "amd64") or sys.platform not in ("linux", "darwin"):
+        return []
+    return [
+        Extension(
+            f"rollsync.kernels.native._{name}",
+            sources=[f"kernels/native/{name}.cpp"],
+            depends=[f"kernels/native/{h}" for h in HEADERS],
+            extra_compile_args=COMMON + flags,
+            language="c++",
+            optional=True,
+        )
+        for name, flags in BUILDS.items()
+    ]
+
+
+setup(ext_modules=extensions())
