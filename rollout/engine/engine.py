@@ -1,0 +1,256 @@
+"""The synchronous core: ids in, ids and logprobs out. No threads, no text unless asked."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded
+from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from .generate import Prompt, RolloutOutput, generate
+from .runner_info import Runner, RunnerInfo
+from .scheduler import Scheduler
+from .sequence import Request, StopMatcher, check_request
+from .types import RolloutRequest, SampleOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from ..models.tokenizer import Tokenizer
+
+
+def _flat_names() -> dict[str, list[str]]:
+    """Dotted configuration keys by every name a keyword may give them: the key itself, with "_" for ".", or its last part."""
+    names: dict[str, list[str]] = {}
+    parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "numerics": NumericsConfig}
+    for f in fields(EngineConfig):
+        keys = [f"{f.name}.{leaf.name}" for leaf in fields(parts[f.name])] if f.name in parts else [f.name]
+        for key in keys:
+            for name in {key, key.replace(".", "_"), key.rpartition(".")[2]}:
+                names.setdefault(name, []).append(key)
+    return names
+
+
+def make_config(model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
+    """A configuration from a model name and keywords: `block_tokens=4`, `cache_block_tokens=4` or `**{"cache.block_tokens": 4}`.
+
+    Raises:
+        ConfigError: an unknown or ambiguous name; lists the known ones.
+    """
+    if isinstance(model, EngineConfig):
+        if options:
+            raise ConfigError(f"give an EngineConfig or options, not both; got an EngineConfig and {', '.join(sorted(options))}")
+        return model
+    names = _flat_names()
+    flat: dict[str, Any] = {"model": model}
+    for name, value in options.items():
+        keys = names.get(name, [])
+        if len(keys) != 1 or keys[0] in flat:
+            known = ", ".join(sorted({key for found in names.values() for key in found} - {"model"}))
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f" (did you mean {close[0]}?)" if close and not keys else ""
+            raise ConfigError(f"{'ambiguous or repeated' if keys else 'unknown'} engine option {name!r}{hint}; known: {known}")
+        flat[keys[0]] = value
+    return EngineConfig.from_flat(flat)
+
+
+class Engine:
+    """One model, one KV pool, any number of requests. Call `add_request`, then `step` until `has_work` is false; or `generate`.
+
+    Args:
+        model: a local folder, a .gguf file or a cached hub id; or a whole EngineConfig.
+        runner: what executes steps; default: a ModelRunner for the configuration.
+        tokenizer: default: the model's, loaded when first needed (text prompts, stop strings, `RolloutOutput.texts`).
+        options: fields of EngineConfig and its parts by name, e.g. `block_tokens=16`, `max_num_seqs=64`.
+    """
+
+    def __init__(
+        self, model: str | EngineConfig, *, runner: Runner | None = None, tokenizer: Tokenizer | None = None, **options: Any
+    ) -> None:
+        config = make_config(model, options)
+        if runner is None:
+            from .model_runner import ModelRunner
+
+            runner = ModelRunner(config)
+        self.runner: Runner = runner
+        self.info: RunnerInfo = runner.info
+        self.config: EngineConfig = runner.info.config
+        self.scheduler = Scheduler(self.info)
+        self.weight_version = 0
+        """version of the last step"""
+        self._tokenizer = tokenizer
+        self._entropy: Callable[[int], int] = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
+        self._broken: str | None = None
+        self._closed = False
+        self._seconds = {"plan": 0.0, "execute": 0.0, "update": 0.0}
+        self._num_generate_calls = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            from ..models.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.from_model(self.config.tokenizer or self.config.model)
+        return self._tokenizer
+
+    def _make_matcher(self, stops: tuple[str, ...]) -> StopMatcher:
+        from ..models.tokenizer import StopStringMatcher
+
+        return StopStringMatcher(self.tokenizer, stops)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise IllegalState("the engine is closed; make a new one")
+        if self._broken is not None:
+            raise IllegalState(f"the engine is broken and can only be closed; a step failed with: {self._broken}")
+
+    # Requests
+
+    def check_request(self, request: RolloutRequest) -> None:
+        """Everything about a request that could make `add_request` refuse it, but for what else is in flight.
+
+        Raises:
+            BadRequest, PromptTooLong: the model cannot serve it.
+        """
+        check_request(request, self.info)
+        limit = self.config.scheduler.max_waiting
+        if request.params.n > limit:
+            raise BadRequest(f"n must be at most scheduler.max_waiting = {limit}, got {request.params.n}", field="n")
+
+    def has_room(self, n: int) -> bool:
+        """Whether `n` more samples may wait."""
+        return self.scheduler.num_waiting + n <= self.config.scheduler.max_waiting
+
+    def add_request(self, request: RolloutRequest) -> None:
+        """Accept a request, or raise and change nothing. Each of its n samples will end in exactly one final output.
+
+        Raises:
+            BadRequest: an id outside the vocabulary, and so on; PromptTooLong: it can never fit.
+            DuplicateRequest: its id is in flight. Overloaded: too many samples wait.
+        """
+        self._check_usable()
+        self.check_request(request)
+        if request.request_id in self.scheduler.requests:
+            raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight; abort it or choose another id")
+        if not self.has_room(request.params.n):
+            raise Overloaded(
+                f"{self.scheduler.num_waiting} samples wait and {request.params.n} more would exceed scheduler.max_waiting = "
+                f"{self.config.scheduler.max_waiting}; try again later"
+            )
+        seed = request.params.seed if request.params.seed is not None else self._entropy(64)
+        self.scheduler.add(Request(request, self.info, seed, self._make_matcher))
+
+    def abort(
+        self,
+        request_id: str | None = None,
+        *,
+        group: str | None = None,
+        session: str | None = None,
+        all: bool = False,
+        reason: str = "aborted",
+    ) -> list[SampleOutput]:
+        """End requests by exact id, group, session, or all, in whatever state. Returns their final outputs, with the tokens so far.
+
+        Their ids may be used again at once. An unknown id, group or session ends nothing.
+        """
+        requests = self.scheduler.requests
+        doomed: Iterable[Request]
+        if all:
+            doomed = list(requests.values())
+        elif group is not None or session is not None:
+            doomed = [
+                r
+                for r in requests.values()
+                if (group is None or r.spec.group == group) and (session is None or r.spec.session == session)
+                and (request_id is None or r.id == request_id)
+            ]
+        elif request_id is not None:
+            doomed = [requests[request_id]] if request_id in requests else []
+        else:
+            raise BadRequest("abort needs request_id, group, session or all=True", field="request_id")
+        return self.scheduler.abort(doomed, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[SampleOutput]:
+        """One forward pass. Returns final outputs, and deltas of requests that stream.
+
+        An exception within comes through as it is; after it the engine is broken and can only be closed.
+        """
+        self._check_usable()
+        seconds = self._seconds
+        try:
+            t0 = time.perf_counter()
+            plan = self.scheduler.plan()
+            if plan is None:
+                return self.scheduler.take_instant()
+            t1 = time.perf_counter()
+            result = self.runner.execute(plan)
+            t2 = time.perf_counter()
+            outputs = self.scheduler.update(plan, result)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        self.weight_version = result.version
+        seconds["plan"] += t1 - t0
+        seconds["execute"] += t2 - t1
+        seconds["update"] += time.perf_counter() - t2
+        return outputs
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        include: tuple[str, ...] = (),
+    ) -> list[RolloutOutput]:
+        """Sample for a list of prompts and wait; results in the order of `prompts`.
+
+        Args:
+            prompts: each a text, a list of token ids, or a list of chat messages.
+            params: one for all, or one per prompt. The same prompt twice under the same seed goes on counting samples.
+            progress: a line on stderr.
+            include: columns wanted besides ids and logprobs; see RolloutRequest.
+
+        Raises:
+            BadRequest: naming `prompts[i]`; then nothing was started.
+        """
+        self._check_usable()
+        self._num_generate_calls += 1
+        return generate(self, prompts, params, progress=progress, include=include, id_prefix=f"generate-{self._num_generate_calls}")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges; cheap."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting,
+            "free_blocks": blocks.num_free,
+            "total_blocks": blocks.num_blocks,
+            "cached_blocks": blocks.num_cached,
+            "weight_version": self.weight_version,
+            **scheduler.counters,
+            **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; running requests go on. Returns the blocks forgotten."""
+        return self.scheduler.blocks.reset_cache()
+
+    def close(self) -> None:
+        """Free the model and the KV pool. Requests in flight get no output any more: abort them first. Twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

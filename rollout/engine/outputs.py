@@ -1,0 +1,51 @@
+"""From a sequence to what the caller gets."""
+
+from __future__ import annotations
+
+from .sequence import Sequence
+from .types import SampleOutput
+
+
+def spans(seq: Sequence, start: int, end: int) -> list[dict[str, int]]:
+    """Weight versions over output tokens [start, end), counted from `start`."""
+    found = []
+    all_spans = seq.columns.spans
+    for i, (version, first, mixed) in enumerate(all_spans):
+        last = all_spans[i + 1][1] if i + 1 < len(all_spans) else end
+        low, high = max(first, start), min(last, end)
+        if low < high:
+            span = {"version": version, "start": low - start, "end": high - start}
+            found.append({**span, "mixed_kv": 1} if mixed else span)
+    return found
+
+
+def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
+    """Output tokens from `start` on: the whole sample if it has ended (then `start` is 0), else a delta."""
+    request, columns, end = seq.request, seq.columns, seq.end
+    num_output = len(columns.logprobs)
+    prompt_tokens = len(request.prompt)
+    # A sample cut off before its given tokens were scored has none of them: columns have equal length always.
+    token_ids = seq.tokens[prompt_tokens + start : prompt_tokens + num_output]
+    output = SampleOutput(
+        request_id=request.id,
+        sample_index=request.spec.first_sample + seq.index,
+        token_ids=token_ids,
+        logprobs=columns.logprobs[start:],
+        weight_versions=spans(seq, start, num_output),
+        seed=request.seed,
+        cached_tokens=seq.cached_tokens,
+    )
+    if request.wants_temperature:
+        output.temperature_logprobs = columns.temperature[start:]
+    if request.wants_model:
+        output.model_logprobs = columns.model[start:]
+    if request.wants_entropy:
+        output.entropy = columns.entropy[start:]
+    if end is not None:
+        if request.prompt_logprobs is not None and len(request.prompt_logprobs) == prompt_tokens:
+            output.prompt_logprobs = list(request.prompt_logprobs)
+        output.finish_reason = end.reason
+        output.stop_reason = end.stop_reason
+        output.abort_reason = end.abort_reason
+        output.error = end.error
+    return output

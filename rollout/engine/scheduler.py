@@ -1,0 +1,250 @@
+"""Requests in, plans out, results in, outputs out. Pure bookkeeping: no tensors, no threads, no clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from .outputs import sample_output
+from .planner import Chunk, Planner
+from .runner_info import RunnerInfo
+from .sequence import LENGTH, Ending, Request, Sequence
+from .types import SampleOutput, StepPlan, StepResult
+
+NONFINITE = "the model's logits held NaN or infinity: the weights or the KV cache are broken"
+
+
+class Scheduler(Planner):
+    """Every request added ends in exactly one final output per sample, from `update`, `abort` or `take_instant`."""
+
+    def __init__(self, info: RunnerInfo) -> None:
+        super().__init__(info)
+        self.requests: dict[str, Request] = {}
+        """in flight, by id"""
+        self._num_arrived = 0
+        self._instant: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        """Accept a request (checked by the caller). Its samples wait for their first step."""
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self.requests[request.id] = request
+        self.num_waiting += request.pending
+        self.counters["prompt_tokens"] += len(request.prompt)
+        if request.needs_no_step:
+            self._instant.append(request)
+        else:
+            self._enqueue(request.next_sequence())
+
+    def abort(self, doomed: Iterable[Request], reason: str) -> list[SampleOutput]:
+        """End every unfinished sample of some requests, in whatever state, with what it has so far."""
+        requests = list(doomed)
+        ids = {request.id for request in requests}
+        end = Ending("abort", abort_reason=reason)
+        outputs: list[SampleOutput] = []
+        if not ids:
+            return outputs
+        for seq in self.running:
+            if seq.request.id in ids:
+                self._leave(seq)
+                self._close(seq, end, outputs)
+        self.running = [seq for seq in self.running if seq.slot >= 0]
+        kept = []
+        for entry in self._waiting:
+            if entry[1].request.id in ids:
+                self.num_waiting -= 1
+                self._close(entry[1], end, outputs)
+            else:
+                kept.append(entry)
+        if len(kept) < len(self._waiting):
+            heapq.heapify(kept)
+            self._waiting = kept
+        for request in requests:
+            self._close_pending(request, end, outputs)
+        self._instant = [request for request in self._instant if request.id not in ids]
+        self.counters["aborted"] += len(outputs)
+        return sorted(outputs, key=lambda output: (output.request_id, output.sample_index))
+
+    def preempt_all(self) -> int:
+        """Send every running sequence back to waiting, KV freed. Returns the tokens to be fed again."""
+        assert self._flight is None, "between steps only"
+        tokens = sum(seq.num_computed for seq in self.running)
+        while self.running:
+            self._preempt(self.running[-1])
+        return tokens
+
+    def new_epoch(self, epoch: int, *, keep_kv: bool = False) -> int:
+        """New weights are current: nothing cached before can be hit. Running sequences are computed anew, or (`keep_kv`) go on
+        with their KV, later tokens marked `mixed_kv`. Returns the tokens to be fed again."""
+        assert self._flight is None, "between steps only"
+        self.blocks.set_epoch(epoch)
+        if not keep_kv:
+            return self.preempt_all()
+        for seq in self.running:
+            seq.columns.version = -1
+        return 0
+
+    def take_instant(self) -> list[SampleOutput]:
+        """Outputs of requests that were over before they began (max_tokens 0 and nothing to score)."""
+        outputs: list[SampleOutput] = []
+        for request in self._instant:
+            self._close_pending(request, LENGTH, outputs)
+        self._instant = []
+        return outputs
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SampleOutput]:
+        """Take in what a step computed. Returns final outputs, and deltas of requests that stream."""
+        flight, chunks = self._flight, self._chunks
+        assert flight is not None and plan.step == result.step, "not the result of the plan in flight"
+        self._flight = None
+        outputs = self.take_instant()
+        mask = self.blocks.block_tokens - 1
+        bad = frozenset(result.nonfinite)
+        row = 0
+        left = False
+        for entry, seq in enumerate(flight):
+            if entry in chunks:
+                chunk = chunks[entry]
+                left |= self._update_chunk(seq, chunk, row, result, bad, outputs)
+                row += chunk.num_rows
+                continue
+            if seq.end is None:
+                if row in bad:
+                    self._fail(seq, outputs)
+                else:
+                    seq.num_computed += 1
+                    if not seq.num_computed & mask:
+                        self._register(seq)
+                    self._draw(seq, row, result, outputs)
+                left |= seq.end is not None
+            row += 1
+        if left:
+            self.running = [seq for seq in self.running if seq.slot >= 0]
+        self.counters["fed_tokens"] += len(plan.token_ids)
+        return outputs
+
+    def _update_chunk(
+        self, seq: Sequence, chunk: Chunk, row: int, result: StepResult, bad: frozenset[int], outputs: list[SampleOutput]
+    ) -> bool:
+        """Take in an entry that is not a plain decode. Returns whether some sequence ended."""
+        request = seq.request
+        if seq.end is not None:
+            return False
+        if bad and not bad.isdisjoint(range(row, row + chunk.num_rows)):
+            # Siblings not begun would compute the same numbers: they end here too.
+            for broken in (seq, *chunk.children):
+                self._fail(broken, outputs)
+            self._close_pending(request, Ending("error", error=NONFINITE), outputs)
+            return True
+        seq.num_computed += chunk.count
+        self._register(seq)
+        self._score(seq, chunk, row, result)
+        row += chunk.num_forced
+        if chunk.draws:
+            if request.given and request.spec.params.n > 1:
+                request.shared_columns = seq.columns.copy()
+            for child in chunk.children:
+                child.columns = seq.columns.copy()
+            for drawer in (seq, *chunk.children):
+                drawer.decoding = True
+                self._draw(drawer, row, result, outputs)
+                row += 1
+            return any(drawer.end is not None for drawer in (seq, *chunk.children))
+        if request.given_end is not None and seq.num_computed == seq.num_to_feed:
+            self._close_pending(request, request.given_end, outputs, like=seq)
+            self._finish(seq, request.given_end, outputs)
+            return True
+        if seq.stream and seq.emitted < len(seq.columns.logprobs):
+            self._emit_delta(seq, outputs)
+        return False
+
+    def _score(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult) -> None:
+        """Values of prompt and given tokens, from forced rows."""
+        prompt_tokens = len(seq.request.prompt)
+        for token_index in range(chunk.first_row, chunk.first_row + chunk.num_forced):
+            if token_index < prompt_tokens:
+                assert seq.request.prompt_logprobs is not None
+                seq.request.prompt_logprobs.append(result.model_logprobs[row])
+            else:
+                self._append_values(seq, row, result)
+            row += 1
+
+    def _append_values(self, seq: Sequence, row: int, result: StepResult) -> None:
+        columns = seq.columns
+        if result.version != columns.version:
+            columns.version = result.version
+            columns.spans.append((result.version, len(columns.logprobs), seq.epoch != self.blocks.epoch))
+        columns.logprobs.append(result.logprobs[row])
+        request = seq.request
+        if request.wants_columns:
+            if request.wants_temperature:
+                columns.temperature.append(result.temperature_logprobs[row])
+            if request.wants_model:
+                columns.model.append(result.model_logprobs[row])
+            if request.wants_entropy:
+                columns.entropy.append(result.entropy[row])
+
+    def _draw(self, seq: Sequence, row: int, result: StepResult, outputs: list[SampleOutput]) -> None:
+        """Take a sampled token in; end the sample if it says so."""
+        self._append_values(seq, row, result)
+        token = result.token_ids[row]
+        tokens = seq.tokens
+        tokens.append(token)
+        request = seq.request
+        self.counters["generated_tokens"] += 1
+        if token in seq.stop_ids or len(tokens) >= request.max_len or seq.matcher is not None:
+            end = request.ending(len(tokens) - len(request.prompt), token, seq.matcher)
+            if end is not None:
+                self._finish(seq, end, outputs)
+                return
+        if seq.stream:
+            self._emit_delta(seq, outputs)
+
+    def _emit_delta(self, seq: Sequence, outputs: list[SampleOutput]) -> None:
+        outputs.append(sample_output(seq, seq.emitted))
+        seq.emitted = len(seq.columns.logprobs)
+
+    def _register(self, seq: Sequence) -> None:
+        """Make blocks that are full and computed by now findable, unless their KV is of older weights."""
+        blocks = self.blocks
+        full = seq.num_computed // blocks.block_tokens
+        if blocks.prefix_cache and seq.epoch == blocks.epoch and full > seq.num_registered:
+            blocks.extend_digests(seq.digests, seq.tokens, full)
+            for i in range(seq.num_registered, full):
+                blocks.register(seq.blocks[i], seq.digests[i])
+            seq.num_registered = full
+
+    def _fail(self, seq: Sequence, outputs: list[SampleOutput]) -> None:
+        """End a sequence whose numbers are broken; what it computed is not to be found by others."""
+        self.counters["nonfinite"] += 1
+        self.blocks.forget(seq.blocks)
+        self._finish(seq, Ending("error", error=NONFINITE), outputs)
+
+    def _finish(self, seq: Sequence, end: Ending, outputs: list[SampleOutput]) -> None:
+        self._leave(seq)
+        self.counters["finished"] += 1
+        self._close(seq, end, outputs)
+
+    def _close(self, seq: Sequence, end: Ending, outputs: list[SampleOutput]) -> None:
+        """The one place where a sample gets its final output."""
+        seq.end = end
+        outputs.append(sample_output(seq))
+        request = seq.request
+        request.live -= 1
+        if request.live == 0:
+            del self.requests[request.id]
+
+    def _close_pending(self, request: Request, end: Ending, outputs: list[SampleOutput], like: Sequence | None = None) -> None:
+        """End the samples that have not begun, with the values of `like` if given."""
+        while request.pending:
+            seq = request.next_sequence()
+            if like is not None:
+                seq.start()
+                seq.columns = like.columns.copy()
+                seq.cached_tokens = like.cached_tokens
+            self.num_waiting -= 1
+            self._close(seq, end, outputs)

@@ -1,0 +1,288 @@
+"""Mutable state of requests in flight: one `Request` per RolloutRequest, one `Sequence` per sample of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from typing import Protocol
+
+from ..errors import BadRequest, PromptTooLong
+from .runner_info import RunnerInfo
+from .types import RolloutRequest, SlotInit
+
+
+class StopMatcher(Protocol):
+    """Watches the text of one sample for stop strings."""
+
+    def push(self, token_id: int) -> str | None:
+        """The stop string that this token completes, if any."""
+
+
+StopMatcherFactory = Callable[[tuple[str, ...]], StopMatcher]
+
+
+class Ending:
+    """How a sample ended."""
+
+    __slots__ = ("abort_reason", "error", "reason", "stop_reason")
+
+    def __init__(
+        self, reason: str, *, stop_reason: int | str | None = None, abort_reason: str | None = None, error: str | None = None
+    ) -> None:
+        self.reason = reason
+        self.stop_reason = stop_reason
+        self.abort_reason = abort_reason
+        self.error = error
+
+
+LENGTH = Ending("length")
+
+
+def check_ids(field: str, ids: Ids[int], limit: int, what: str) -> None:
+    """BadRequest naming the first of `ids` that is not below `limit`."""
+    if ids and max(ids) >= limit:
+        i = next(i for i, v in enumerate(ids) if v >= limit)
+        raise BadRequest(f"{field}[{i}] is {ids[i]}; {what} are 0 to {limit - 1}", field=field)
+
+
+def check_request(spec: RolloutRequest, info: RunnerInfo) -> None:
+    """What a model's size forbids: ids outside its vocabulary, a prompt that can never fit.
+
+    Raises:
+        BadRequest: an id is out of range; names the field and the allowed range.
+        PromptTooLong: the prompt and one token exceed the context or the KV pool; says how much room there is.
+    """
+    check_ids("prompt_token_ids", spec.prompt_token_ids, info.embed_size, "ids the model can be fed")
+    check_ids("continue_from", spec.continue_from, info.embed_size, "ids the model can be fed")
+    check_ids("forced_token_ids", spec.forced_token_ids, info.embed_size, "ids the model can be fed")
+    check_ids("stop_token_ids", spec.params.stop_token_ids, info.vocab_size, "ids the model can sample")
+    prompt_tokens = len(spec.prompt_token_ids)
+    new = 0 if spec.params.max_tokens == 0 else 1
+    pool_tokens = info.num_blocks * info.block_tokens
+    for limit, what in ((info.max_model_len, "the context"), (pool_tokens, "the KV pool")):
+        if prompt_tokens + new > limit:
+            raise PromptTooLong(
+                f"the prompt has {prompt_tokens} tokens; {what} of {limit} tokens allows at most {limit - new} "
+                f"(with {'one new token' if new else 'max_tokens 0'})",
+                field="prompt_token_ids",
+            )
+
+
+class Request:
+    """One accepted RolloutRequest: what its n samples have in common.
+
+    `given` are the output tokens that are not sampled (continue_from, forced_token_ids), cut where they end the sample; then
+    `given_end` says how. Prompt and given tokens are the common prefix: prefilled and scored once, by the first sample.
+    """
+
+    __slots__ = (
+        "arrival",
+        "banned_ids",
+        "banned_until",
+        "given",
+        "given_end",
+        "id",
+        "live",
+        "make_matcher",
+        "max_len",
+        "next_index",
+        "pending",
+        "prompt",
+        "prompt_logprobs",
+        "seed",
+        "shared_columns",
+        "spec",
+        "stop_ids",
+        "wants_columns",
+        "wants_entropy",
+        "wants_model",
+        "wants_temperature",
+    )
+
+    def __init__(self, spec: RolloutRequest, info: RunnerInfo, seed: int, make_matcher: StopMatcherFactory | None) -> None:
+        params = spec.params
+        self.spec = spec
+        self.id = spec.request_id
+        self.seed = seed
+        self.arrival = 0
+        self.prompt = spec.prompt_token_ids
+        self.make_matcher = make_matcher if params.stop else None
+        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(info.eos_token_ids))
+        limit = min(info.max_model_len, info.num_blocks * info.block_tokens)
+        self.max_len = limit if params.max_tokens is None else min(limit, len(self.prompt) + params.max_tokens)
+        self.banned_ids = tuple(sorted(self.stop_ids)) if params.min_tokens else ()
+        self.banned_until = len(self.prompt) + params.min_tokens if params.min_tokens else 0
+        self.wants_temperature = "temperature_logprobs" in spec.include
+        self.wants_model = "model_logprobs" in spec.include
+        self.wants_entropy = "entropy" in spec.include
+        self.wants_columns = self.wants_temperature or self.wants_model or self.wants_entropy
+        self.prompt_logprobs: list[float | None] | None = [None] if "prompt_logprobs" in spec.include else None
+        self.live = params.n
+        self.pending = params.n
+        self.next_index = 0
+        self.shared_columns: Columns | None = None
+        """values of the given tokens, once the first sample has them"""
+        self.given, self.given_end = self._cut_given(spec.continue_from or spec.forced_token_ids)
+
+    def _cut_given(self, given: tuple[int, ...]) -> tuple[tuple[int, ...], Ending | None]:
+        """Given tokens end a sample just as sampled ones would: where, and how."""
+        if self.max_len == len(self.prompt):
+            return (), LENGTH
+        matcher = self.new_matcher(())
+        for i, token in enumerate(given):
+            end = self.ending(i + 1, token, matcher)
+            if end is not None:
+                return given[: i + 1], end
+        return given, None
+
+    def new_matcher(self, given: tuple[int, ...]) -> StopMatcher | None:
+        """A stop-string matcher that has seen `given`; None if the request has no stop strings."""
+        if self.make_matcher is None:
+            return None
+        matcher = self.make_matcher(self.spec.params.stop)
+        for token in given:
+            matcher.push(token)
+        return matcher
+
+    def ending(self, num_output: int, token: int, matcher: StopMatcher | None) -> Ending | None:
+        """How output token number `num_output` (from 1) ends the sample, if it does: stop id, then stop string, then length."""
+        text = matcher.push(token) if matcher is not None else None
+        min_tokens = self.spec.params.min_tokens
+        if token in self.stop_ids and num_output > min_tokens:
+            return Ending("stop", stop_reason=token)
+        if text is not None and num_output >= min_tokens:
+            return Ending("stop", stop_reason=text)
+        return LENGTH if len(self.prompt) + num_output >= self.max_len else None
+
+    @property
+    def needs_no_step(self) -> bool:
+        """Whether it is over before it begins: no token to sample, none to score."""
+        scored = self.prompt_logprobs is None or len(self.prompt) == 1
+        return self.given_end is not None and not self.given and scored
+
+    def next_sequence(self) -> Sequence:
+        """The next of the n samples that has none yet."""
+        seq = Sequence(self, self.next_index)
+        self.next_index += 1
+        self.pending -= 1
+        return seq
+
+
+class Columns:
+    """Values per output token, parallel lists; and which weight version made which tokens."""
+
+    __slots__ = ("entropy", "logprobs", "model", "spans", "temperature", "version")
+
+    def __init__(self) -> None:
+        self.logprobs: list[float] = []
+        self.temperature: list[float] = []
+        self.model: list[float] = []
+        self.entropy: list[float] = []
+        self.spans: list[tuple[int, int, bool]] = []
+        """(version, first output token, made on a KV cache of mixed versions)"""
+        self.version = -1
+        """that of the last span; -1 makes the next token open one"""
+
+    def copy(self) -> Columns:
+        new = Columns()
+        new.logprobs = self.logprobs.copy()
+        new.temperature = self.temperature.copy()
+        new.model = self.model.copy()
+        new.entropy = self.entropy.copy()
+        new.spans = self.spans.copy()
+        new.version = self.version
+        return new
+
+
+class Sequence:
+    """One sample. `tokens` are prompt, given and sampled ids; the KV of the first `num_computed` of them is in `blocks`."""
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "columns",
+        "decoding",
+        "digests",
+        "emitted",
+        "end",
+        "epoch",
+        "index",
+        "key",
+        "matcher",
+        "num_computed",
+        "num_registered",
+        "request",
+        "slot",
+        "started",
+        "stop_ids",
+        "stream",
+        "tokens",
+        "was_admitted",
+        "writable_end",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.key = (request.spec.priority, request.arrival, index)
+        """order of admission, and backwards of preemption"""
+        self.tokens: list[int] = []
+        self.columns = Columns()
+        self.stop_ids = request.stop_ids
+        self.stream = request.spec.stream
+        self.matcher: StopMatcher | None = None
+        self.end: Ending | None = None
+        self.started = False
+        self.was_admitted = False
+        self.decoding = False
+        """exactly one token to feed, and a draw from its row"""
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        self.writable_end = 0
+        """positions below this have a block nobody shares"""
+        self.epoch = -1
+        """commit epoch of its KV"""
+        self.digests: list[bytes] = []
+        self.num_registered = 0
+        self.cached_tokens = 0
+        self.emitted = 0
+
+    def start(self) -> None:
+        """Lay out the tokens; done late, so a long queue costs no copies of its prompts."""
+        if not self.started:
+            self.started = True
+            self.tokens = [*self.request.prompt, *self.request.given]
+            self.matcher = self.request.new_matcher(self.request.given)
+            if self.request.shared_columns is not None:
+                self.columns = self.request.shared_columns.copy()
+
+    @property
+    def next_row(self) -> int:
+        """Index of the first token still without the values it needs; what comes before may come from the prefix cache."""
+        request = self.request
+        prompt_logprobs = request.prompt_logprobs
+        if prompt_logprobs is not None and len(prompt_logprobs) < len(request.prompt):
+            return len(prompt_logprobs)
+        return len(request.prompt) + len(self.columns.logprobs)
+
+    @property
+    def num_to_feed(self) -> int:
+        """Tokens of the sequence a row must be read behind: all, or all but the last if nothing is to be sampled after it."""
+        return len(self.tokens) - (self.request.given_end is not None)
+
+    def slot_init(self) -> SlotInit:
+        request, params = self.request, self.request.spec.params
+        return SlotInit(
+            slot=self.slot,
+            seed=request.seed,
+            sample_index=request.spec.first_sample + self.index,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            want_model_logprobs=request.wants_model or request.prompt_logprobs is not None,
+            want_entropy=request.wants_entropy,
+            banned_ids=request.banned_ids,
+            banned_until=request.banned_until,
+        )
