@@ -54,7 +54,7 @@ class SamplerRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
-    """One entry per row. In a row that is `nonfinite` the token is -1 and the floats are NaN."""
+    """One entry per row. In a row that is `nonfinite` the token is the forced one or 0, and the floats are NaN."""
 
     token: npt.NDArray[np.int64]
     logprob: npt.NDArray[np.float32]
@@ -100,7 +100,10 @@ def _entropy(masses: _Masses) -> float:
 
 
 def _keep(masses: _Masses, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Which ids truncation keeps, [V] bool: top_k, then top_p of what it left, then min_p; always the likeliest."""
+    """Which ids truncation keeps, [V] bool: top_k, then top_p of what it left, then min_p.
+
+    The likeliest id is in: it has rank 0, mass > 0 and e = 1.
+    """
     keep_V = torch.ones_like(masses.z_V, dtype=torch.bool)
     if 0 < top_k < len(keep_V) or top_p < 1.0:
         ranked = torch.sort(masses.z_V, descending=True, stable=True).indices
@@ -114,7 +117,6 @@ def _keep(masses: _Masses, top_k: int, top_p: float, min_p: float) -> Tensor:
         keep_V[ranked[len(running) :]] = False
     if min_p > 0.0:
         keep_V &= masses.e_V >= f32(min_p)
-    keep_V[int(masses.z_V.argmax())] = True
     return keep_V
 
 
@@ -175,7 +177,7 @@ def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
         raise ValueError(f"sample: vocab_limit must be in [1, {vocab}], got {rows.vocab_limit}")
     if num_rows and not (int(rows.forced.min()) >= -1 and int(rows.forced.max()) < vocab):
         raise ValueError(f"sample: forced ids must be in [-1, {vocab}), got {int(rows.forced.min())} to {int(rows.forced.max())}")
-    token, nonfinite = np.full(num_rows, -1, dtype=np.int64), np.ones(num_rows, dtype=np.bool_)
+    token, nonfinite = np.maximum(rows.forced, 0).astype(np.int64), np.ones(num_rows, dtype=np.bool_)
     floats = np.full((4, num_rows), np.nan, dtype=np.float32)
     for r in range(num_rows):
         logits_V = logits_RV[r].to(torch.float32, copy=True)
