@@ -241,7 +241,7 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
   st.out_model_logprob[r] = st.out_entropy[r] = nan;
   if (!scaled_row(logits, limit, inv, banned, num_banned, z, m)) {
     st.out_nonfinite[r] = 1;
-    st.out_token[r] = token < 0 ? 0 : token;
+    st.out_token[r] = -1;
     st.out_logprob[r] = st.out_temperature_logprob[r] = nan;
     return;
   }

@@ -1,0 +1,60 @@
+"""The KV pool: blocks of `block_tokens` tokens, each holding K and V of every layer and KV head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .memory import Region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvLayout:
+    """Sizes of the pool. Head size is padded to 32 in the native layout (native/attention.h)."""
+
+    num_blocks: int
+    block_tokens: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return 2 * self.block_tokens * self.kv_heads * (-(-self.head_dim // 32) * 32) * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layer_bytes * self.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+
+class NativeKv:
+    """Zeroed pages for the native kernels; memory is taken from the system as blocks are first used."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        self._region = Region(layout.nbytes)
+        self.address = self._region.address
+
+    def close(self) -> None:
+        self._region.close()
+
+
+class ReferenceKv:
+    """Plain rows: k and v [blocks, layers, block_tokens, kv_heads, head_dim]."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        shape = (layout.num_blocks, layout.num_layers, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        self.k: Tensor = torch.zeros(shape, dtype=layout.dtype)
+        self.v: Tensor = torch.zeros(shape, dtype=layout.dtype)
+
+    def close(self) -> None:
+        self.k = self.v = torch.empty(0)

@@ -1,0 +1,204 @@
+"""A decoder's forward pass as a program: recorded once by a model definition, run once per step.
+
+The model definition (rollout/models/decoder.py) calls the methods of `Program` in order; `NativeProgram` turns each into an op
+of the native library, `ReferenceProgram` into a call of reference.py. Both read the same `StepArrays`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import native_lib as nl
+from .kv import NativeKv
+from .spec import effective_shards
+from .step import StepArrays
+from .weights import NativeWeights
+
+
+class Program(Protocol):
+    """Records a forward pass. Handles name activations; weights are named as in the weight table."""
+
+    def embed(self, weight: str) -> Any:
+        """The residual stream: one row of `weight` per fed token."""
+
+    def rmsnorm(self, x: Any, weight: str, eps: float, *, logits_rows: bool = False) -> Any:
+        """Normed rows of every token, or of the tokens that logits rows read."""
+
+    def linear(self, x: Any, weight: str, bias: str | None = None) -> Any: ...
+
+    def add_linear(self, residual: Any, x: Any, weight: str) -> None:
+        """residual += linear(x), a row-parallel layer: its sum is taken in `k_shards` parts."""
+
+    def linear_silu_mul(self, x: Any, weight: str) -> Any:
+        """silu(gate) * up of a fused gate_up weight."""
+
+    def rope_store(self, qkv: Any, layer: int) -> None:
+        """Rotate q and k in place; store k and v in the layer's pages."""
+
+    def attention(self, qkv: Any, layer: int, scale: float) -> Any: ...
+
+    def logits_and_sample(self, x: Any, weight: str) -> None:
+        """Logits of every row of `x`, one token drawn and scored per row."""
+
+    def run(self) -> None:
+        """One step on what the arrays hold now."""
+
+
+class _Buffer:
+    """Rows in panels (see native/linear.h), or row-major."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, panels: bool) -> None:
+        padded = -(-width // 32) * 32
+        self.width, self.panels = width, panels
+        self.ld = padded if panels else -(-width // 16) * 16
+        self.tensor = torch.zeros((-(-rows // 32) * 32, self.ld), dtype=dtype)
+        self.address = self.tensor.data_ptr()
+
+
+class NativeProgram:
+    """Ops with fixed buffers, run in one native call per step.
+
+    Args:
+        weights: where ops read weights from, by index.
+        arrays: the step's columns; their addresses are bound here.
+        kv: pages of every layer.
+        heads: query heads; `head_dim` and KV heads are those of `kv`.
+        rope: (cos, sin) [P, H/2] in the model's dtype.
+        vocab_limit: ids that can be sampled.
+        k_shards: partial sums of row-parallel layers.
+    """
+
+    LOGITS_BYTES = 16 << 20
+
+    def __init__(
+        self,
+        library: nl.NativeLibrary,
+        weights: NativeWeights,
+        arrays: StepArrays,
+        kv: NativeKv,
+        *,
+        heads: int,
+        rope: tuple[Tensor, Tensor],
+        vocab_limit: int,
+        k_shards: int,
+        threads: int,
+    ) -> None:
+        self._library, self._weights, self._arrays, self._kv = library, weights, arrays, kv
+        self._heads, self._k_shards, self._threads = heads, k_shards, threads
+        self._dtype = kv.layout.dtype
+        self._rope = rope
+        self._ops: list[nl.Op] = []
+        self._buffers: dict[tuple[str, int], _Buffer] = {}
+        self._compiled: Any = None
+        layout = kv.layout
+        self.step = nl.Step(
+            kv=kv.address,
+            kv_block_bytes=layout.block_bytes,
+            kv_layer_bytes=layout.layer_bytes,
+            block_tokens=layout.block_tokens,
+            num_layers=layout.num_layers,
+            cos=rope[0].data_ptr(),
+            sin=rope[1].data_ptr(),
+            table_stride=arrays["tables"].shape[1],
+            weights=ctypes.addressof(weights.table),
+            vocab_limit=vocab_limit,
+        )
+        for name, column in arrays.columns.items():
+            setattr(self.step, name, column.ctypes.data)
+        self._op(nl.OP_COPY_BLOCKS)
+
+    def _op(self, kind: int, **fields: Any) -> None:
+        fields.setdefault("w", -1)
+        op = nl.Op(kind=kind, dtype=1 if self._dtype == torch.float32 else 0, bias=-1, shards=1)
+        for name, value in fields.items():
+            setattr(op, name, value)
+        self._ops.append(op)
+
+    def _buffer(self, role: str, width: int, panels: bool, rows: int | None = None) -> _Buffer:
+        # Layers run one after another, so one buffer per role serves them all.
+        key = (role, width)
+        if key not in self._buffers:
+            self._buffers[key] = _Buffer(rows or self._arrays.limits.tokens, width, self._dtype, panels)
+        return self._buffers[key]
+
+    def _shape(self, weight: str) -> tuple[int, int]:
+        spec = self._weights.specs[weight]
+        return spec.n, spec.k
+
+    def embed(self, weight: str) -> _Buffer:
+        n, k = self._shape(weight)
+        out = self._buffer("residual", k, panels=False)
+        packed = self._weights.specs[weight].layout == "linear"
+        self._op(nl.OP_EMBED, w=self._weights.index[weight], n=n, k=k, packed=packed, out=out.address, ld_out=out.ld)
+        return out
+
+    def rmsnorm(self, x: _Buffer, weight: str, eps: float, *, logits_rows: bool = False) -> _Buffer:
+        rows = self._arrays.limits.rows if logits_rows else None
+        out = self._buffer("logits_norm" if logits_rows else "norm", x.width, panels=True, rows=rows)
+        self._op(
+            nl.OP_RMSNORM, w=self._weights.index[weight], k=x.width, eps=eps, in_=x.address, ld_in=x.ld, out=out.address, rows_mode=int(logits_rows)
+        )
+        return out
+
+    def linear(self, x: _Buffer, weight: str, bias: str | None = None) -> _Buffer:
+        n, k = self._shape(weight)
+        out = self._buffer("linear", n, panels=False)
+        b = -1 if bias is None else self._weights.index[bias]
+        self._op(nl.OP_LINEAR, w=self._weights.index[weight], bias=b, n=n, k=k, in_=x.address, out=out.address, ld_out=out.ld)
+        return out
+
+    def add_linear(self, residual: _Buffer, x: _Buffer, weight: str) -> None:
+        n, k = self._shape(weight)
+        self._op(
+            nl.OP_LINEAR,
+            w=self._weights.index[weight],
+            n=n,
+            k=k,
+            shards=effective_shards(k, self._k_shards),
+            epilogue=nl.EP_RESIDUAL,
+            in_=x.address,
+            out=residual.address,
+            ld_out=residual.ld,
+        )
+
+    def linear_silu_mul(self, x: _Buffer, weight: str) -> _Buffer:
+        n, k = self._shape(weight)
+        out = self._buffer("mlp", n // 2, panels=True)
+        self._op(nl.OP_LINEAR, w=self._weights.index[weight], n=n, k=k, epilogue=nl.EP_SILU_MUL, in_=x.address, out=out.address)
+        return out
+
+    def rope_store(self, qkv: _Buffer, layer: int) -> None:
+        self._op(nl.OP_ROPE_STORE, in_=qkv.address, ld_in=qkv.ld, layer=layer, **self._head_fields())
+
+    def attention(self, qkv: _Buffer, layer: int, scale: float) -> _Buffer:
+        out = self._buffer("attention", self._heads * self._kv.layout.head_dim, panels=True)
+        self._op(nl.OP_ATTENTION, in_=qkv.address, ld_in=qkv.ld, out=out.address, layer=layer, scale=scale, **self._head_fields())
+        return out
+
+    def _head_fields(self) -> dict[str, int]:
+        return {"heads": self._heads, "kv_heads": self._kv.layout.kv_heads, "head_dim": self._kv.layout.head_dim}
+
+    def logits_and_sample(self, x: _Buffer, weight: str) -> None:
+        n, k = self._shape(weight)
+        ld = -(-n // 32) * 32
+        piece = min(max(self.LOGITS_BYTES // (ld * self._dtype.itemsize) // 32 * 32, 32), -(-self._arrays.limits.rows // 32) * 32)
+        out = self._buffer("logits", ld, panels=False, rows=piece)
+        self.step.logits, self.step.ld_logits, self.step.piece_rows = out.address, out.ld, piece
+        self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, out=out.address, ld_out=out.ld, rows_mode=1)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self._ops)
+
+    def run(self, begin: int = 0, end: int | None = None) -> None:
+        """Ops [begin, end): all of them, or the stretch between two points where ranks exchange partial sums."""
+        if self._compiled is None or len(self._compiled) != len(self._ops):
+            self._compiled = (nl.Op * len(self._ops))(*self._ops)
+        a, step = self._arrays, self.step
+        step.num_tokens, step.num_rows, step.num_runs = a.num_tokens, a.num_rows, a.num_runs
+        step.num_items, step.num_copies = a.num_items, a.num_copies
+        self._library.run(self._compiled, begin, len(self._ops) if end is None else end, step, self._threads)

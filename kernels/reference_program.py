@@ -1,0 +1,149 @@
+"""The program in plain torch: the fallback where no native build runs, and the oracle the native builds are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference as ref
+from .kv import ReferenceKv
+from .reference_sampler import SamplerRows
+from .step import StepArrays
+from .weights import ReferenceWeights
+
+
+class _Value:
+    """An activation; its tensor changes with every step."""
+
+    tensor: Tensor
+
+
+class ReferenceProgram:
+    """Records calls and replays them on each step. Arguments as for `NativeProgram`."""
+
+    def __init__(
+        self,
+        weights: ReferenceWeights,
+        arrays: StepArrays,
+        kv: ReferenceKv,
+        *,
+        heads: int,
+        rope: tuple[Tensor, Tensor],
+        vocab_limit: int,
+        k_shards: int,
+    ) -> None:
+        self._w, self._a, self._kv = weights.tensors, arrays, kv
+        self._heads, self._rope, self._vocab_limit, self._k_shards = heads, rope, vocab_limit, k_shards
+        self._calls: list[Callable[[], None]] = [self._copy_blocks]
+
+    def _record(self, fn: Callable[[], Tensor]) -> _Value:
+        out = _Value()
+
+        def call() -> None:
+            out.tensor = fn()
+
+        self._calls.append(call)
+        return out
+
+    def _column(self, name: str, count: int) -> Tensor:
+        return torch.from_numpy(self._a[name][:count]).long()
+
+    def _tokens(self, name: str) -> Tensor:
+        return self._column(name, self._a.num_tokens)
+
+    def _copy_blocks(self) -> None:
+        for source, destination in self._a["copies"][: self._a.num_copies].tolist():
+            self._kv.k[destination] = self._kv.k[source]
+            self._kv.v[destination] = self._kv.v[source]
+
+    def embed(self, weight: str) -> _Value:
+        return self._record(lambda: self._w[weight][self._tokens("ids")])
+
+    def rmsnorm(self, x: _Value, weight: str, eps: float, *, logits_rows: bool = False) -> _Value:
+        def norm() -> Tensor:
+            rows = x.tensor[self._column("hidden_row", self._a.num_rows)] if logits_rows else x.tensor
+            return ref.rmsnorm(rows, self._w[weight], eps)
+
+        return self._record(norm)
+
+    def linear(self, x: _Value, weight: str, bias: str | None = None) -> _Value:
+        return self._record(lambda: ref.linear(x.tensor, self._w[weight], None if bias is None else self._w[bias]))
+
+    def add_linear(self, residual: _Value, x: _Value, weight: str) -> None:
+        def add() -> None:
+            residual.tensor = ref.linear_residual(x.tensor, self._w[weight], residual.tensor, self._k_shards)
+
+        self._calls.append(add)
+
+    def linear_silu_mul(self, x: _Value, weight: str) -> _Value:
+        return self._record(lambda: ref.silu_mul(*ref.linear(x.tensor, self._w[weight]).chunk(2, dim=1)))
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layout = self._kv.layout
+        heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
+        q, k, v = heads.split([self._heads, layout.kv_heads, layout.kv_heads], dim=1)
+        return q, k, v
+
+    def _cells(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        size = self._kv.layout.block_tokens
+        return torch.from_numpy(self._a["tables"])[slots, positions // size].long(), positions % size
+
+    def rope_store(self, qkv: _Value, layer: int) -> None:
+        def store() -> None:
+            q, k, v = self._split(qkv.tensor)
+            positions = self._tokens("positions")
+            cos, sin = self._rope[0][positions], self._rope[1][positions]
+            rotated = ref.rope(torch.cat([q, k], dim=1), cos, sin)
+            qkv.tensor = torch.cat([rotated, v], dim=1).flatten(1)
+            blocks, offsets = self._cells(self._tokens("token_slot"), positions)
+            self._kv.k[blocks, layer, offsets] = rotated[:, self._heads :]
+            self._kv.v[blocks, layer, offsets] = v
+
+        self._calls.append(store)
+
+    def attention(self, qkv: _Value, layer: int, scale: float) -> _Value:
+        def attend() -> Tensor:
+            q = self._split(qkv.tensor)[0]
+            slots, num_keys = self._tokens("token_slot"), self._tokens("num_keys")
+            out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+            for slot in slots.unique():
+                rows = (slots == slot).nonzero()[:, 0]
+                length = int(num_keys[rows].max())
+                blocks, offsets = self._cells(slot.expand(length), torch.arange(length))
+                out[rows] = ref.attention(q[rows], self._kv.k[blocks, layer, offsets], self._kv.v[blocks, layer, offsets], num_keys[rows], scale)
+            return out
+
+        return self._record(attend)
+
+    def logits_and_sample(self, x: _Value, weight: str) -> None:
+        def sample() -> None:
+            count = self._a.num_rows
+            if count == 0:
+                return
+            result = ref.sample(ref.linear(x.tensor, self._w[weight]), self._sampler_rows(count))
+            for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
+                self._a["out_" + name][:count] = getattr(result, name)
+
+        self._calls.append(sample)
+
+    def _sampler_rows(self, count: int) -> SamplerRows:
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced")
+        columns: dict[str, Any] = {name: self._a[name][:count] for name in names}
+        want = self._a["want"][:count]
+        return SamplerRows(
+            **columns,
+            position=self._a["row_position"][:count],
+            want_model=(want & 1) > 0,
+            want_entropy=(want & 2) > 0,
+            banned=[self._a.banned_of(r) for r in range(count)],
+            vocab_limit=self._vocab_limit,
+        )
+
+    def run(self) -> None:
+        """One step on what the arrays hold now."""
+        with torch.inference_mode():
+            for call in self._calls:
+                call()

@@ -1,0 +1,145 @@
+"""Weights as the kernels read them: packed for the native builds, plain for the reference. Written slice by slice, in any order.
+
+N outputs and K inputs of a linear layer, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .memory import Region
+from .native_lib import NativeLibrary
+
+LAYOUTS = ("linear", "gate_up", "rows", "vector", "bias")
+_ALIGN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One parameter. Logical shape [n, k] ([n] for a vector or bias), whatever the layout."""
+
+    n: int
+    k: int
+    layout: str
+    """linear: packed [N, K]; gate_up: the same with gate row i beside up row i; rows: plain, looked up by row;
+    vector: plain [n]; bias: [n] kept in float32"""
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+
+
+class Weights(Protocol):
+    """What a loader or a live update writes to, and a program reads."""
+
+    dtype: torch.dtype
+    specs: Mapping[str, WeightSpec]
+    nbytes: int
+
+    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor) -> None:
+        """Copy a 1-D or 2-D slice of the logical parameter to (dst_row, dst_col)."""
+
+    def read(self, param: str) -> Tensor:
+        """The logical parameter, bit for bit as written."""
+
+
+def _check_slice(name: str, spec: WeightSpec, row: int, col: int, tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    rows, cols = (tensor.shape[0], 1) if tensor.ndim == 1 else (tensor.shape[0], tensor.shape[1])
+    width = 1 if spec.layout in ("vector", "bias") else spec.k
+    if tensor.dtype != dtype or row < 0 or col < 0 or row + rows > spec.n or col + cols > width:
+        raise ValueError(
+            f"{name} is [{spec.n}, {width}] {dtype}; cannot write [{rows}, {cols}] {tensor.dtype} at row {row}, column {col}"
+        )
+    return rows, cols
+
+
+class ReferenceWeights:
+    """Plain tensors by name."""
+
+    def __init__(self, specs: Mapping[str, WeightSpec], dtype: torch.dtype) -> None:
+        self.specs, self.dtype = specs, dtype
+        self.tensors = {
+            name: torch.zeros((s.n,) if s.layout in ("vector", "bias") else (s.n, s.k), dtype=dtype) for name, s in specs.items()
+        }
+        self.nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor) -> None:
+        rows, cols = _check_slice(param, self.specs[param], dst_row, dst_col, tensor, self.dtype)
+        target = self.tensors[param]
+        if target.ndim == 1:
+            target[dst_row : dst_row + rows] = tensor
+        else:
+            target[dst_row : dst_row + rows, dst_col : dst_col + cols] = tensor.view(rows, cols)
+
+    def read(self, param: str) -> Tensor:
+        return self.tensors[param].clone()
+
+
+class NativeWeights:
+    """All parameters in one region, packed by a native library; `table` holds their addresses in the order of `specs`.
+
+    A program refers to weights by index in `table`, so that another region can take this one's place between two steps.
+    """
+
+    def __init__(self, library: NativeLibrary, specs: Mapping[str, WeightSpec], dtype: torch.dtype) -> None:
+        self.specs, self.dtype, self._library = specs, dtype, library
+        self._code = 1 if dtype == torch.float32 else 0
+        sizes = {name: self._size(spec) for name, spec in specs.items()}
+        self.nbytes = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
+        self._region = Region(self.nbytes)
+        self.table = (ctypes.c_void_p * len(specs))()
+        self.index: dict[str, int] = {}
+        offset = 0
+        for i, (name, size) in enumerate(sizes.items()):
+            self.table[i] = self._region.address + offset
+            self.index[name] = i
+            offset += -(-size // _ALIGN) * _ALIGN
+
+    def _size(self, spec: WeightSpec) -> int:
+        item = self.dtype.itemsize
+        if spec.layout in ("linear", "gate_up"):
+            return self._library.packed_elems(self._code, spec.n, spec.k, spec.layout == "gate_up") * item
+        if spec.layout == "bias":
+            return -(-spec.n // 32) * 32 * 4
+        return spec.n * (spec.k if spec.layout == "rows" else 1) * item + 64
+
+    def address(self, param: str) -> int:
+        """Where a parameter lies."""
+        return int(self.table[self.index[param]] or 0)
+
+    def _plain(self, param: str) -> Tensor:
+        spec = self.specs[param]
+        dtype = torch.float32 if spec.layout == "bias" else self.dtype
+        count = spec.n * (spec.k if spec.layout == "rows" else 1)
+        raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.address(param))
+        flat = torch.frombuffer(raw, dtype=dtype)
+        return flat.view(spec.n, spec.k) if spec.layout == "rows" else flat
+
+    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor) -> None:
+        spec = self.specs[param]
+        rows, cols = _check_slice(param, spec, dst_row, dst_col, tensor, self.dtype)
+        if spec.layout in ("linear", "gate_up"):
+            source = tensor.contiguous()
+            self._library.pack(
+                self._code, self.address(param), source.data_ptr(), cols, spec.n, spec.k, spec.layout == "gate_up", dst_row, rows, dst_col, cols
+            )
+        elif spec.layout == "rows":
+            self._plain(param)[dst_row : dst_row + rows, dst_col : dst_col + cols] = tensor.view(rows, cols)
+        else:
+            self._plain(param)[dst_row : dst_row + rows] = tensor.view(rows)
+
+    def read(self, param: str) -> Tensor:
+        spec = self.specs[param]
+        if spec.layout not in ("linear", "gate_up"):
+            return self._plain(param).to(self.dtype, copy=True)
+        out = torch.empty(spec.n, spec.k, dtype=self.dtype)
+        self._library.unpack(
+            self._code, self.address(param), out.data_ptr(), spec.k, spec.n, spec.k, spec.layout == "gate_up", 0, spec.n, 0, spec.k
+        )
+        return out
