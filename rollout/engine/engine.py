@@ -15,7 +15,7 @@ from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from .generate import Prompt, RolloutOutput, generate
 from .runner_info import Runner, RunnerInfo
 from .scheduler import Scheduler
-from .sequence import Request, StopMatcher, check_request
+from .sequence import Request, StopMatcher, StopMatcherFactory, check_request
 from .types import RolloutRequest, SampleOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -64,11 +64,18 @@ class Engine:
         model: a local folder, a .gguf file or a cached hub id; or a whole EngineConfig.
         runner: what executes steps; default: a ModelRunner for the configuration.
         tokenizer: default: the model's, loaded when first needed (text prompts, stop strings, `RolloutOutput.texts`).
+        stop_matcher: makes what watches a sample for stop strings; default: a StopStringMatcher over the tokenizer.
         options: fields of EngineConfig and its parts by name, e.g. `block_tokens=16`, `max_num_seqs=64`.
     """
 
     def __init__(
-        self, model: str | EngineConfig, *, runner: Runner | None = None, tokenizer: Tokenizer | None = None, **options: Any
+        self,
+        model: str | EngineConfig,
+        *,
+        runner: Runner | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_matcher: StopMatcherFactory | None = None,
+        **options: Any,
     ) -> None:
         config = make_config(model, options)
         if runner is None:
@@ -82,6 +89,7 @@ class Engine:
         self.weight_version = 0
         """version of the last step"""
         self._tokenizer = tokenizer
+        self._stop_matcher: StopMatcherFactory = stop_matcher or self._default_matcher
         self._entropy: Callable[[int], int] = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
         self._broken: str | None = None
         self._closed = False
@@ -96,8 +104,8 @@ class Engine:
             self._tokenizer = Tokenizer.from_model(self.config.tokenizer or self.config.model)
         return self._tokenizer
 
-    def _make_matcher(self, stops: tuple[str, ...]) -> StopMatcher:
-        from ..models.tokenizer import StopStringMatcher
+    def _default_matcher(self, stops: tuple[str, ...]) -> StopMatcher:
+        from ..models.detokenizer import StopStringMatcher
 
         return StopStringMatcher(self.tokenizer, stops)
 
@@ -141,12 +149,11 @@ class Engine:
                 f"{self.config.scheduler.max_waiting}; try again later"
             )
         seed = request.params.seed if request.params.seed is not None else self._entropy(64)
-        self.scheduler.add(Request(request, self.info, seed, self._make_matcher))
+        self.scheduler.add(Request(request, self.info, seed, self._stop_matcher))
 
     def abort(
         self,
         request_id: str | None = None,
-        *,
         group: str | None = None,
         session: str | None = None,
         all: bool = False,

@@ -145,7 +145,7 @@ class Scheduler(Planner):
         self._score(seq, chunk, row, result)
         row += chunk.num_forced
         if chunk.draws:
-            if request.given and request.spec.params.n > 1:
+            if request.shared_columns is None and request.given and request.spec.params.n > 1:
                 request.shared_columns = seq.columns.copy()
             for child in chunk.children:
                 child.columns = seq.columns.copy()
