@@ -1,0 +1,235 @@
+"""The engine as a child process: `python -m rollsync.rollout.engine.process INBOX OUTBOX PARENT_PID [FACTORY]`.
+
+The configuration comes as JSON on stdin. Messages are msgpack lists over pyzmq, requests and commands in by INBOX, all
+else out by OUTBOX; nothing is pickled. The process ends with its parent, whatever happens to that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import zmq
+
+from ..errors import RollsyncError
+from ..wire import COLUMNS, error_to_wire, pack_array
+from .async_engine import EngineLike, EngineLoop
+from .config import EngineConfig
+from .types import RolloutRequest, SampleOutput
+
+BEAT_PERIOD_S = 0.25
+PR_SET_PDEATHSIG = 1
+
+
+def flatten(config: EngineConfig) -> dict[str, Any]:
+    """What `EngineConfig.from_flat` reads back."""
+    flat: dict[str, Any] = {}
+    for key, value in asdict(config).items():
+        flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
+    return flat
+
+
+def info_to_wire(info: Any) -> dict[str, Any]:
+    """The engine's `info` (a dataclass, a dict, or an object) as msgpack-able values."""
+    found = asdict(info) if is_dataclass(info) and not isinstance(info, type) else dict(info if isinstance(info, dict) else vars(info))
+    return {str(k): list(v) if isinstance(v, tuple | set | frozenset) else v for k, v in found.items()}
+
+
+def output_to_wire(output: SampleOutput) -> dict[str, Any]:
+    """`SampleOutput.to_wire` with its columns as wire arrays, packed here so that the front can pass them on untouched."""
+    wire = output.to_wire()
+    for name, dtype in COLUMNS.items():
+        if name in wire:
+            wire[name] = pack_array(dtype, wire[name])
+    return wire
+
+
+class Outbox:
+    """The way out, shared by the engine's thread and the heartbeat's: a `Sink` that sends messages."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.linger = 500
+        self._socket.connect(endpoint)
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.exit_code = 0
+
+    def send(self, *message: Any) -> None:
+        frame = msgpack.packb(message)
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(frame)
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
+
+    def ready(self, engine: Any) -> None:
+        self.send("ready", info_to_wire(engine.info))
+
+    def failed(self, error: BaseException) -> None:
+        if not isinstance(error, RollsyncError):
+            import traceback
+
+            traceback.print_exception(error)
+        self.send("failed", error_to_wire(error))
+        self.exit_code = 1
+        self.ended.set()
+
+    def outputs(self, outputs: list[SampleOutput]) -> None:
+        self.send("outputs", [output_to_wire(o) for o in outputs])
+
+    def rejected(self, request_id: str, error: RollsyncError) -> None:
+        self.send("rejected", request_id, error_to_wire(error))
+
+    def stats(self, stats: dict[str, Any]) -> None:
+        self.send("stats", stats)
+
+    def dead(self, words: str) -> None:
+        sys.stderr.write(words)
+        sys.stderr.flush()
+        self.send("dead", words)
+        self.exit_code = 1
+        self.ended.set()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """SIGKILL this process when its parent ends: by the kernel where it can, and by a watching thread everywhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    threading.Thread(target=watch, name="rollsync-parent-watch", daemon=True).start()
+
+
+def memory_bytes() -> dict[str, int]:
+    """Resident and anonymous memory of this process (Linux; empty elsewhere)."""
+    try:
+        with open("/proc/self/status") as status:
+            rows = dict(line.split(":", 1) for line in status if line.startswith(("VmRSS", "RssAnon")))
+    except OSError:
+        return {}
+    return {name: int(rows[key].split()[0]) * 1024 for key, name in (("VmRSS", "rss"), ("RssAnon", "anonymous")) if key in rows}
+
+
+def start_heartbeat(loop: EngineLoop, outbox: Outbox) -> None:
+    def beat() -> None:
+        ticks = 0
+        memory = memory_bytes()
+        while not outbox.ended.wait(BEAT_PERIOD_S):
+            ticks += 1
+            if ticks % 8 == 0:
+                memory = memory_bytes()
+            now = loop.heartbeat
+            outbox.send("beat", now.phase, time.monotonic() - now.since, now.steps, memory)
+
+    threading.Thread(target=beat, name="rollsync-heartbeat", daemon=True).start()
+
+
+def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> None:
+    """Hand what arrives to the loop until it ended or the parent said bye."""
+    while not outbox.ended.is_set():
+        if not inbox.poll(200):
+            continue
+        message = msgpack.unpackb(inbox.recv())
+        if message[0] == "request":
+            _submit(loop, outbox, message[1])
+        elif message[0] == "command":
+            loop.command(message[2], message[3], _replier(outbox, message[1]))
+        elif message[0] == "bye":
+            return
+
+
+def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:
+    try:
+        loop.submit(RolloutRequest.from_wire(wire))
+    except RollsyncError as error:
+        outbox.rejected(wire["request_id"], error)
+
+
+def _replier(outbox: Outbox, number: int) -> Callable[[Any], None]:
+    def reply(value: Any) -> None:
+        if isinstance(value, RollsyncError):
+            outbox.send("reply", number, False, error_to_wire(value))
+        else:
+            outbox.send("reply", number, True, value)
+
+    return reply
+
+
+def real_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> EngineLike:
+    """Import and build `Engine`, telling what goes on."""
+    progress("importing", 0.0)
+    from .engine import Engine
+
+    progress("loading", 0.1)
+    return Engine(config)
+
+
+def _factory(path: str | None) -> Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]:
+    if path is None:
+        return real_engine
+    module, _, name = path.partition(":")
+    found: Callable[[EngineConfig, Callable[[str, float], None]], EngineLike] = getattr(importlib.import_module(module), name)
+    return found
+
+
+class _Terminated(BaseException):
+    """SIGTERM, raised on the main thread."""
+
+
+def _on_sigterm(signum: int, frame: Any) -> None:
+    raise _Terminated
+
+
+def main(argv: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    inbox_at, outbox_at, parent_pid = argv[0], argv[1], int(argv[2])
+    die_with_parent(parent_pid)
+    context: zmq.Context[Any] = zmq.Context()
+    outbox = Outbox(context, outbox_at)
+    code, loop = 0, None
+    try:
+        config = EngineConfig.from_flat(json.load(sys.stdin))
+        inbox = context.socket(zmq.PULL)
+        inbox.set_hwm(0)
+        inbox.connect(inbox_at)
+        factory = _factory(argv[3] if len(argv) > 3 else None)
+        loop = EngineLoop(lambda: factory(config, lambda phase, done: outbox.send("progress", phase, done)), outbox)
+        start_heartbeat(loop, outbox)
+        loop.start()
+        serve_messages(loop, outbox, inbox)
+    except _Terminated:
+        code = 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loading = loop is None or loop.heartbeat.phase == "load"
+    if loop is not None and not loading:
+        loop.close(timeout_s=2.0)
+    outbox.ended.set()
+    outbox.close()
+    context.destroy(linger=500)
+    sys.stderr.flush()
+    os._exit(code or outbox.exit_code)  # a load or a step that cannot be interrupted must not hold the exit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,20 @@
+"""The docstring under each field of a configuration dataclass: help texts and the OpenAPI schema come from it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string literal that follows its annotation in the source of `cls`."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for here, after in zip(body.body, body.body[1:], strict=False):
+        if not isinstance(here, ast.AnnAssign) or not isinstance(here.target, ast.Name):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[here.target.id] = inspect.cleandoc(after.value.value).strip()
+    return docs

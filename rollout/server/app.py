@@ -1,0 +1,164 @@
+"""The HTTP application: routes, and nothing behind them but the services they are given."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, Response
+
+from .. import metrics
+from ..errors import RollsyncError
+from . import control
+from .engine_client import EngineProcess
+from .guard import Access, Guard
+from .protocol import decode_body, parse_abort, parse_rollouts, schemas
+from .replies import ClientGone, StreamReply, error_reply, read_body, reply, until_disconnect, wants_msgpack
+from .rollouts import RolloutService
+from .text import TextService
+
+DEFAULT_MAX_BODY_BYTES = 256 << 20
+ROUTES = (
+    "/",
+    "/v1/rollouts",
+    "/v1/engine/status",
+    "/v1/engine/abort",
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/metrics",
+    "/version",
+    "/openapi.json",
+)
+
+router = APIRouter()
+
+
+def _service(request: Request) -> RolloutService:
+    service: RolloutService = request.app.state.service
+    return service
+
+
+async def _body(request: Request) -> Any:
+    body = await read_body(request, request.app.state.max_body_bytes)
+    return decode_body(body, request.headers.get("content-type", "application/json"))
+
+
+def _takes(schema: str) -> dict[str, Any]:
+    ref = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
+    return {"requestBody": {"required": True, "content": {"application/json": ref, "application/msgpack": ref}}}
+
+
+@router.post("/v1/rollouts", openapi_extra=_takes("Rollouts"))
+async def rollouts(request: Request) -> Response:
+    """Sample from prompts. JSON or msgpack by Content-Type and Accept; whole, or streamed by sample.
+
+    200 if at least one prompt was served; a prompt that failed has "error" in its place. If all failed, the status is that
+    of the first error and the body still lists every one.
+    """
+    service = _service(request)
+    call = parse_rollouts(await _body(request))
+    if call.stream and "text" in call.include:
+        await service.text.tokenizer()
+    ticket = service.open(call)
+    if call.stream:
+        return StreamReply(service.streamed(ticket), ticket.close, wants_msgpack(request))
+    try:
+        body, status = await until_disconnect(request.receive, service.whole(ticket))
+    except ClientGone:
+        return Response(status_code=499)
+    finally:
+        ticket.close()
+    return reply(request, body, status)
+
+
+@router.post("/v1/engine/abort", openapi_extra=_takes("Abort"))
+async def abort(request: Request) -> Response:
+    """End calls by request_id, group, session, or all; their own replies carry the partial outputs."""
+    return reply(request, await control.abort(_service(request), *parse_abort(await _body(request))))
+
+
+@router.get("/v1/engine/status")
+async def status(request: Request) -> Response:
+    """State, engine facts and counters, from the last snapshot."""
+    return reply(request, control.status(_service(request)))
+
+
+@router.get("/health/live")
+async def health_live(request: Request) -> Response:
+    """200 while the engine's loop moves or idles, else 503 with the reason."""
+    return reply(request, *control.live(_service(request)))
+
+
+@router.get("/health")
+@router.get("/health/ready")
+async def health_ready(request: Request) -> Response:
+    """200 if a request would be served now, else 503 with the reason."""
+    return reply(request, *control.ready(_service(request)))
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """Version, protocol version and capabilities."""
+    return reply(request, control.version(_service(request), request.app.version))
+
+
+@router.get("/metrics")
+async def metrics_page(request: Request) -> Response:
+    """Prometheus text."""
+    engine = _service(request).engine
+    is_live, is_ready = engine.why_not_live() is None, engine.is_ready
+    page = metrics.render(engine.counters, engine.snapshot.stats, engine.snapshot.memory, is_live, is_ready)
+    return Response(page, media_type="text/plain; version=0.0.4")
+
+
+@router.get("/", include_in_schema=False)
+async def index(request: Request) -> Response:
+    """What this is, for a person with a browser."""
+    service = _service(request)
+    state = control.status(service)
+    links = " · ".join(f'<a href="{path}">{path}</a>' for path in ROUTES[2:] if path != "/v1/engine/abort")
+    facts = f"{html.escape(service.model)}: {state['state']}, {state['calls_in_flight']} calls in flight"
+    return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
+
+
+def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    def build() -> dict[str, Any]:
+        if not app.openapi_schema:
+            found = get_openapi(title="Rollsync", version=app.version, routes=app.routes)
+            found.setdefault("components", {})["schemas"] = schemas()
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    return build
+
+
+async def _on_rollsync_error(request: Request, error: Exception) -> Response:
+    return error_reply(request, error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{error.detail}: {request.method} {request.url.path} (routes: /openapi.json)"
+    return reply(request, {"error": {"code": "http", "message": text}}, error.status_code)
+
+
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+
+
+def create_app(
+    engine: EngineProcess, text: TextService, access: Access, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+) -> FastAPI:
+    """The application over one engine process. It starts and stops nothing."""
+    handlers: dict[Any, Handler] = {RollsyncError: _on_rollsync_error, HTTPException: _on_http_error}
+    app = FastAPI(title="Rollsync", version=version, docs_url=None, redoc_url=None, exception_handlers=handlers)
+    app.state.service = RolloutService(engine, text)
+    app.state.max_body_bytes = max_body_bytes
+    app.include_router(router)
+    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=frozenset(ROUTES))
+    return app

@@ -1,0 +1,318 @@
+"""The front's end of the engine process: start it, talk to it, notice its end, and tell every waiter.
+
+Everything here runs on the front's asyncio loop. Status, health and metrics come from the last snapshot the engine sent,
+so they never wait for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import zmq
+import zmq.asyncio
+
+from ..engine.config import EngineConfig
+from ..engine.process import flatten
+from ..engine.types import RolloutRequest
+from ..errors import EngineDead, RollsyncError
+from ..metrics import FrontCounters
+from ..wire import error_from_wire
+
+Output = dict[str, Any]
+"""a SampleOutput as it came: its columns are wire arrays"""
+Progress = Callable[[str, float], None]
+"""called with (phase, fraction done)"""
+Deliver = Callable[[str, "Output | RollsyncError"], None]
+"""called with (request id, output or error)"""
+
+BEAT_LATE_S = 5.0
+"""no heartbeat for this long: not live"""
+BEAT_LOST_S = 30.0
+"""no heartbeat for this long: every waiter is told"""
+STEP_STUCK_S = 120.0
+"""one step (or command) lasts this long: not live"""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    deliver: Deliver
+    left: int
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The last the engine told of itself."""
+
+    phase: str = "starting"
+    phase_age_s: float = 0.0
+    beat_at: float = field(default_factory=time.monotonic)
+    steps: int = 0
+    progress: tuple[str, float] = ("starting", 0.0)
+    info: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+def liveness(snapshot: Snapshot, dead: str | None, now: float) -> str | None:
+    """None if the engine's loop moves or idles, else why not."""
+    if dead is not None:
+        return dead
+    late = now - snapshot.beat_at
+    if late > BEAT_LATE_S:
+        return f"no heartbeat from the engine process for {late:.1f} s (phase {snapshot.phase})"
+    if snapshot.phase in ("step", "command") and snapshot.phase_age_s > STEP_STUCK_S:
+        return f"the engine has been in one {snapshot.phase} for {snapshot.phase_age_s:.0f} s"
+    return None
+
+
+def exit_words(code: int) -> str:
+    """An exit status in words: "exit status 1", "killed by SIGKILL"."""
+    if code >= 0:
+        return f"exit status {code}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+class EngineProcess:
+    """One engine child. `start` spawns it, `ready` waits for it, `submit` and `command` use it, `stop` ends it."""
+
+    def __init__(self, config: EngineConfig, *, factory: str | None = None, on_progress: Progress | None = None) -> None:
+        self.config = config
+        self.snapshot = Snapshot()
+        self.counters = FrontCounters()
+        self.dead: str | None = None
+        """why the engine is gone; None while it lives"""
+        self.load_error: RollsyncError | None = None
+        self._factory, self._on_progress = factory, on_progress
+        self._waiters: dict[str, _Waiter] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = 0
+        self._stopping = False
+        self._ready = asyncio.Event()
+        self._last_words: collections.deque[str] = collections.deque(maxlen=12)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process: asyncio.subprocess.Process | None = None
+        names = ("progress", "ready", "failed", "outputs", "rejected", "reply", "stats", "beat", "dead")
+        self._handlers: dict[str, Callable[..., None]] = {name: getattr(self, f"_got_{name}") for name in names}
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set() and self.dead is None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    def why_not_live(self) -> str | None:
+        return liveness(self.snapshot, self.dead, time.monotonic())
+
+    async def start(self) -> None:
+        """Spawn the child. Returns at once; `ready` waits until it can serve."""
+        self._folder = tempfile.mkdtemp(prefix="rollsync-")  # mode 0700
+        self._context = zmq.asyncio.Context()
+        inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
+        self._to: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        self._from = self._context.socket(zmq.PULL)
+        for socket, endpoint in ((self._to, inbox), (self._from, outbox)):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(endpoint)
+        command = [sys.executable, "-m", "rollsync.rollout.engine.process", inbox, outbox, str(os.getpid())]
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            *([self._factory] if self._factory else []),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+            process_group=0,  # a terminal's Ctrl-C reaches the front only
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(flatten(self.config)).encode())
+        self._process.stdin.close()
+        self.snapshot.beat_at = time.monotonic() + 10.0  # the interpreter has to come up before it can beat
+        watches = (self._read_messages(), self._read_stderr(), self._watch_exit(), self._watch_beats())
+        self._tasks = [asyncio.create_task(watch) for watch in watches]
+
+    async def ready(self) -> dict[str, Any]:
+        """The engine's info once it serves. Raises the load's error, or EngineDead."""
+        await self._ready.wait()
+        if self.load_error is not None:
+            raise self.load_error
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        return self.snapshot.info
+
+    def submit(self, request: RolloutRequest, deliver: Deliver) -> None:
+        """Send a request; its outputs, or its error, go to `deliver` on this loop."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self._waiters[request.request_id] = _Waiter(deliver, request.params.n)
+        self._send("request", request.to_wire())
+
+    def forget(self, request_id: str) -> bool:
+        """Deliver nothing more for this request. True if it was still in flight."""
+        return self._waiters.pop(request_id, None) is not None
+
+    async def command(self, verb: str, timeout_s: float = 30.0, **args: Any) -> Any:
+        """Run a command between two steps. EngineDead if no reply came within `timeout_s`."""
+        number = self._send_command(verb, args)
+        future = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise EngineDead(f"the engine did not answer {verb!r} within {timeout_s:g} s (phase {self.snapshot.phase})") from None
+        finally:
+            del self._replies[number]
+
+    def abort_quietly(self, request_ids: list[str], reason: str) -> None:
+        """Free requests nobody waits for; no reply is awaited."""
+        if self.dead is None and request_ids:
+            self._send_command("abort", {"request_ids": request_ids, "reason": reason})
+
+    async def stop(self, timeout_s: float = 4.0) -> None:
+        """End the child: bye, then SIGTERM, then SIGKILL. Waiters get EngineDead."""
+        self._stopping = True
+        self._lose("the server is shutting down")
+        if self._process is not None:
+            await self._end_child(self._process, timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process is not None:
+            self._to.close()
+            self._from.close()
+            self._context.term()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_child(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
+        for act in (process.terminate, process.kill):
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    act()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), timeout_s)
+
+    def _send(self, *message: Any) -> None:
+        self._to.send(msgpack.packb(message), zmq.NOBLOCK)
+
+    def _send_command(self, verb: str, args: dict[str, Any]) -> int:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self._numbers += 1
+        self._send("command", self._numbers, verb, args)
+        return self._numbers
+
+    async def _read_messages(self) -> None:
+        while True:
+            message = msgpack.unpackb(await self._from.recv())
+            self._handlers[message[0]](*message[1:])
+
+    def _got_progress(self, phase: str, done: float) -> None:
+        self.snapshot.progress = (phase, done)
+        if self._on_progress:
+            self._on_progress(phase, done)
+
+    def _got_ready(self, info: dict[str, Any]) -> None:
+        self.snapshot.info = info
+        self.snapshot.progress = ("ready", 1.0)
+        self._ready.set()
+
+    def _got_failed(self, error: dict[str, Any]) -> None:
+        self.load_error = error_from_wire(error)
+        self._lose(f"the engine could not start: {self.load_error}")
+
+    def _got_outputs(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            request_id = output["request_id"]
+            final = "finish_reason" in output
+            if final:
+                self.counters.finished(output)
+            waiter = self._waiters.get(request_id)
+            if waiter is None:
+                continue
+            if final:
+                waiter.left -= 1
+                if waiter.left == 0:
+                    del self._waiters[request_id]
+            waiter.deliver(request_id, output)
+
+    def _got_rejected(self, request_id: str, error: dict[str, Any]) -> None:
+        self.counters.rejected(error["code"])
+        waiter = self._waiters.pop(request_id, None)
+        if waiter is not None:
+            waiter.deliver(request_id, error_from_wire(error))
+
+    def _got_reply(self, number: int, ok: bool, value: Any) -> None:
+        future = self._replies.get(number)
+        if future is not None and not future.done():
+            if ok:
+                future.set_result(value)
+            else:
+                future.set_exception(error_from_wire(value))
+
+    def _got_stats(self, stats: dict[str, Any]) -> None:
+        self.snapshot.stats = stats
+
+    def _got_beat(self, phase: str, age_s: float, steps: int, memory: dict[str, int]) -> None:
+        now = self.snapshot
+        now.phase, now.phase_age_s, now.steps, now.memory, now.beat_at = phase, age_s, steps, memory, time.monotonic()
+
+    def _got_dead(self, words: str) -> None:
+        self._lose(f"a step failed: {words.strip()}")
+
+    async def _read_stderr(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        while line := await self._process.stderr.readline():
+            text = line.decode(errors="replace")
+            self._last_words.append(text.rstrip())
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    async def _watch_exit(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        await asyncio.sleep(0.1)  # let its last message and last lines arrive
+        if not self._stopping:
+            said = " | ".join(line for line in self._last_words if line.strip())
+            words = f"; last words: {said}" if said else ""
+            self._lose(f"the engine process (pid {self._process.pid}) ended: {exit_words(code)}{words}")
+
+    async def _watch_beats(self) -> None:
+        while self.dead is None:
+            await asyncio.sleep(1.0)
+            late = time.monotonic() - self.snapshot.beat_at
+            if late > BEAT_LOST_S and self._waiters:
+                self._fail_waiters(EngineDead(f"no heartbeat from the engine process for {late:.0f} s"))
+
+    def _lose(self, words: str) -> None:
+        if self.dead is None:
+            self.dead = words
+        self._ready.set()
+        self._fail_waiters(EngineDead(self.dead))
+
+    def _fail_waiters(self, error: RollsyncError) -> None:
+        waiters, self._waiters = self._waiters, {}
+        for request_id, waiter in waiters.items():
+            waiter.deliver(request_id, error)
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,174 @@
+"""`rollsync serve`: bind the port, start the engine, show how it comes up, end everything on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from ..engine.config import EngineConfig
+from ..errors import ConfigError, RollsyncError
+from .app import DEFAULT_MAX_BODY_BYTES, create_app
+from .engine_client import EngineProcess
+from .guard import Access
+from .text import TextService
+
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """The listener."""
+
+    host: str = "127.0.0.1"
+    """address to listen on; one that is not loopback needs control_token"""
+    port: int = 8000
+    """port to listen on; 0 takes a free one and prints it"""
+    api_key: str | None = None
+    """key that traffic must send as Authorization: Bearer; @FILE reads it from a file"""
+    control_token: str | None = None
+    """token that control routes must send as Authorization: Bearer; @FILE reads it from a file"""
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    """largest request body accepted, in bytes"""
+
+
+def secret(value: str | None) -> str | None:
+    """`value`, or the first line of the file that "@FILE" names (so that the secret is not in the process list)."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        with open(value[1:]) as file:
+            found = file.readline().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the secret from {value[1:]}: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"{value[1:]} holds no secret: its first line is empty")
+    return found
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. ConfigError says what is wrong with the address or the port."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OverflowError:
+        raise ConfigError(f"--port must be in [0, 65535], got {port}") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use: choose another with --port (0 takes a free one)") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def raise_file_limit() -> None:
+    """Every connection is a descriptor: take as many as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def announcement(version: str, url: str, info: dict[str, Any]) -> str:
+    """The one line that ends start-up."""
+    tokens = int(info.get("num_blocks", 0)) * int(info.get("block_tokens", 0))
+    parts = [
+        f"Rollsync {version} listening on {url}",
+        f"model {info.get('model', '?')}",
+        str(info.get("dtype", "?")),
+        f"KV {tokens:,} tokens ({_size(info.get('kv_bytes', 0))})",
+        f"kernels {info.get('kernels', '?')}, {info.get('threads', '?')} threads",
+    ]
+    return " | ".join(parts)
+
+
+class _Server(uvicorn.Server):
+    """Signals are the launcher's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Launcher:
+    """One server from start to end."""
+
+    def __init__(self, config: EngineConfig, options: ServeOptions, version: str, engine_factory: str | None = None) -> None:
+        self._access = Access(host=options.host, api_key=secret(options.api_key), control_token=secret(options.control_token))
+        self._access.validate()
+        self._version = version
+        self._socket = bind(options.host, options.port)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self._url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._show)
+        app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes)
+        self._server = _Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3, backlog=BACKLOG)
+        )
+        self._signal: int | None = None
+        self._wake = asyncio.Event()
+
+    def _show(self, phase: str, done: float) -> None:
+        print(f"{phase} {done:.0%}", file=sys.stderr, flush=True)
+
+    def _on_signal(self, signum: int) -> None:
+        if self._signal is not None:
+            self._server.force_exit = True
+        self._signal = self._signal or signum
+        self._wake.set()
+
+    async def run(self) -> int:
+        """Serve until a signal. The exit status: 130 after SIGINT, 143 after SIGTERM, 1 if the engine could not start."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        stopped = asyncio.create_task(self._wake.wait())
+        try:
+            code = await self._until_stopped(serving, stopped)
+        finally:
+            await self._engine.stop()
+            self._server.should_exit = True
+            await serving
+            self._socket.close()
+        return code
+
+    async def _until_stopped(self, serving: asyncio.Task[None], stopped: asyncio.Task[Any]) -> int:
+        await self._engine.start()
+        loading = asyncio.create_task(self._engine.ready())
+        await asyncio.wait({loading, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            try:
+                info = loading.result()
+            except RollsyncError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                return 1
+            print(announcement(self._version, self._url, info), flush=True)
+            await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        loading.cancel()
+        return 128 + self._signal if self._signal is not None else 1
+
+
+def serve(config: EngineConfig, options: ServeOptions, version: str, engine_factory: str | None = None) -> int:
+    """Run a server to its end and return the exit status. Raises ConfigError for what is wrong before it begins."""
+    raise_file_limit()
+
+    async def run() -> int:
+        return await Launcher(config, options, version, engine_factory).run()
+
+    return asyncio.run(run())

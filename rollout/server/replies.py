@@ -1,0 +1,120 @@
+"""Replies in the caller's format, streams, and the watch for a caller that went away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgpack  # type: ignore[import-untyped]
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import RollsyncError
+from ..wire import MSGPACK, BodyTooLarge, error_to_wire, jsonable
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The connection dropped before the reply was ready."""
+
+
+def wants_msgpack(request: Request) -> bool:
+    """By Accept; without a preference there, by the request's Content-Type."""
+    accept = request.headers.get("accept", "*/*")
+    if "msgpack" in accept:
+        return True
+    if "json" in accept or "text/event-stream" in accept:
+        return False
+    return "msgpack" in request.headers.get("content-type", "")
+
+
+def encode(value: Any, binary: bool) -> bytes:
+    """msgpack, or strict JSON (non-finite floats are null)."""
+    if binary:
+        packed: bytes = msgpack.packb(value)
+        return packed
+    return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def reply(request: Request, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    binary = wants_msgpack(request)
+    return Response(encode(value, binary), status, headers, media_type=MSGPACK if binary else "application/json")
+
+
+def error_reply(request: Request, error: BaseException) -> Response:
+    """{"error": {"code", "message", "field"?}} with the status of the error's class."""
+    status = error.status if isinstance(error, RollsyncError) else 500
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return reply(request, {"error": error_to_wire(error)}, status, headers)
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body, or BodyTooLarge as soon as it exceeds the limit."""
+    declared = request.headers.get("content-length", "")
+    chunks: list[bytes] = []
+    size = int(declared) if declared.isdigit() else 0
+    if size <= limit_bytes:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit_bytes:
+                break
+            chunks.append(chunk)
+    if size > limit_bytes:
+        raise BodyTooLarge(f"the body must be at most {limit_bytes} bytes (--max-body-bytes), got at least {size}")
+    return b"".join(chunks)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; if the caller hangs up first, `work` is cancelled and ClientGone raised."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def frame(event: dict[str, Any], binary: bool) -> bytes:
+    """One stream event: a u32 little-endian length and msgpack, or a server-sent event."""
+    data = encode(event, binary)
+    if binary:
+        return struct.pack("<I", len(data)) + data
+    return b"event: " + str(event["event"]).encode() + b"\ndata: " + data + b"\n\n"
+
+
+class StreamReply(Response):
+    """Sends events as they come. Ends `close` is called however the stream ends, a hang-up included."""
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Any, binary: bool) -> None:
+        super().__init__(media_type=MSGPACK if binary else "text/event-stream", headers={"Cache-Control": "no-store"})
+        self._events, self._close, self._binary = events, close, binary
+        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def run() -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": frame(event, self._binary), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        try:
+            await until_disconnect(receive, run())
+        except ClientGone:
+            pass
+        finally:
+            self._close()

@@ -1,0 +1,128 @@
+"""What goes over a wire, in one place: arrays as raw bytes, errors as dicts. Plain Python, no numpy.
+
+An array is {"dtype": "<i4", "shape": [n], "data": bytes}, little-endian, so a float32 keeps its bits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import BadRequest, RollsyncError
+
+PROTOCOL_VERSION = 1
+MSGPACK = "application/msgpack"
+
+_TYPECODES = {"<i4": "i", "<i8": "q", "<u4": "I", "<u8": "Q", "<f4": "f", "<f8": "d"}
+
+COLUMNS = {
+    "token_ids": "<i4",
+    "logprobs": "<f4",
+    "temperature_logprobs": "<f4",
+    "model_logprobs": "<f4",
+    "entropy": "<f4",
+    "prompt_logprobs": "<f4",
+}
+"""the columns of a sample that travel as arrays; NaN in `prompt_logprobs` stands for null (the first token has none)"""
+
+
+class NotSupported(BadRequest):
+    """The field is designed but this version does not have it."""
+
+    code = "not_supported"
+
+
+class NotReady(RollsyncError):
+    """The engine is still loading; try again later."""
+
+    status = 503
+    code = "not_ready"
+
+
+class Forbidden(RollsyncError):
+    """A key, token, host or origin is missing or wrong."""
+
+    status = 403
+    code = "forbidden"
+
+
+class BodyTooLarge(RollsyncError):
+    """The body exceeds the server's limit; the message names it."""
+
+    status = 413
+    code = "body_too_large"
+
+
+def pack_array(dtype: str, values: Sequence[int | float | None]) -> dict[str, Any]:
+    """`values` as a wire array; None becomes NaN (float dtypes only)."""
+    column = array(_TYPECODES[dtype], [math.nan if v is None else v for v in values] if None in values else values)  # type: ignore[arg-type]
+    if sys.byteorder == "big":
+        column.byteswap()
+    return {"dtype": dtype, "shape": [len(column)], "data": column.tobytes()}
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"dtype", "shape", "data"}
+
+
+def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
+    """The values of a one-dimensional wire array; NaN becomes None. BadRequest names `name` if it is malformed."""
+    dtype, shape, data = value["dtype"], value["shape"], value["data"]
+    code = _TYPECODES.get(dtype) if isinstance(dtype, str) else None
+    if code is None:
+        raise BadRequest(f"{name}.dtype must be one of {', '.join(_TYPECODES)}, got {dtype!r}", field=f"{name}.dtype")
+    if not isinstance(data, bytes):
+        raise BadRequest(f"{name}.data must be raw bytes, got {type(data).__name__}", field=f"{name}.data")
+    column = array(code)
+    if shape != [len(data) // column.itemsize] or len(data) % column.itemsize:
+        length = len(data) / column.itemsize
+        raise BadRequest(f"{name}.shape must be [{length:g}] for {len(data)} bytes of {dtype}, got {shape!r}", field=f"{name}.shape")
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    values: list[Any] = column.tolist()
+    return [None if v != v else v for v in values] if code in "fd" else values
+
+
+def jsonable(value: Any) -> Any:
+    """Strict JSON: wire arrays as lists; NaN and the infinities as null."""
+    if is_array(value):
+        value = unpack_array(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return value
+
+
+def error_to_wire(error: BaseException) -> dict[str, Any]:
+    """{"code", "message", "field"?} of a named error; any other exception becomes "internal" with its class name."""
+    if not isinstance(error, RollsyncError):
+        return {"code": "internal", "message": f"{type(error).__name__}: {error}"}
+    wire = {"code": error.code, "message": str(error)}
+    field = getattr(error, "field", None)
+    if field is not None:
+        wire["field"] = field
+    return wire
+
+
+def _classes(root: type[RollsyncError]) -> dict[str, type[RollsyncError]]:
+    found = {root.code: root}
+    for sub in root.__subclasses__():
+        for code, cls in _classes(sub).items():
+            found.setdefault(code, cls)
+    return found
+
+
+def error_from_wire(wire: dict[str, Any]) -> RollsyncError:
+    """The named error `wire` tells of; an unknown code gives a plain RollsyncError with the code in its message."""
+    code, message = str(wire.get("code", "internal")), str(wire.get("message", "no message"))
+    cls = _classes(RollsyncError).get(code)
+    if cls is None:
+        return RollsyncError(f"{code}: {message}")
+    return cls(message, field=wire.get("field")) if issubclass(cls, BadRequest) else cls(message)

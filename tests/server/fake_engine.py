@@ -1,0 +1,116 @@
+"""An engine without a model, for the server's tests: token i of a sample is a function of prompt, sample index and i.
+
+`build` is named to the server as its engine factory. The model name says how it behaves: fake, fake-slow-load,
+fake-fail-load, fake-crash-load. A prompt that begins with CRASH makes the step raise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from rollsync.rollout.engine.config import EngineConfig
+from rollsync.rollout.engine.types import RolloutRequest, SampleOutput
+from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong, UnsupportedModel
+
+CRASH = 99
+VOCAB = 256
+MAX_LEN = 4096
+STEP_S = 0.002
+
+
+@dataclass
+class _Running:
+    request: RolloutRequest
+    index: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        most = self.request.params.max_tokens
+        room = MAX_LEN - len(self.request.prompt_token_ids)
+        return room if most is None else min(most, room)
+
+
+class FakeEngine:
+    def __init__(self, config: EngineConfig) -> None:
+        blocks = {"num_blocks": 64, "block_tokens": 32, "kv_bytes": 1 << 20, "max_model_len": MAX_LEN}
+        ids = {"vocab_size": VOCAB, "embed_size": VOCAB, "eos_token_ids": (2,)}
+        self.info = SimpleNamespace(model=config.model, dtype="bfloat16", kernels="none", threads=1, weight_bytes=0, **blocks, **ids)
+        self._running: list[_Running] = []
+        self.steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def add_request(self, request: RolloutRequest) -> None:
+        if any(r.request.request_id == request.request_id for r in self._running):
+            raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight")
+        if len(request.prompt_token_ids) >= MAX_LEN:
+            raise PromptTooLong(f"prompt_token_ids must hold less than {MAX_LEN} ids", field="prompt_token_ids")
+        if request.priority == 13:
+            raise BadRequest("priority must not be 13", field="priority")
+        self._running += [_Running(request, request.first_sample + i) for i in range(request.params.n)]
+
+    def _output(self, r: _Running, **end: Any) -> SampleOutput:
+        logprobs = [-float("inf") if t == 0 else -1.0 / (1 + t) for t in r.tokens]
+        extra = {"model_logprobs": logprobs} if "model_logprobs" in r.request.include else {}
+        if "prompt_logprobs" in r.request.include:
+            extra["prompt_logprobs"] = [None, *(-0.5 for _ in r.request.prompt_token_ids[1:])]
+        versions = [{"version": 0, "start": 0, "end": len(r.tokens)}] if r.tokens else []
+        return SampleOutput(
+            request_id=r.request.request_id,
+            sample_index=r.index,
+            token_ids=list(r.tokens),
+            logprobs=logprobs,
+            weight_versions=versions,
+            seed=r.request.params.seed or 7,
+            **extra,
+            **end,
+        )
+
+    def abort(
+        self, request_id: str | None = None, *, group: str | None = None, session: str | None = None, all: bool = False, reason: str = "?"
+    ) -> list[SampleOutput]:
+        gone = [
+            r
+            for r in self._running
+            if all or r.request.request_id == request_id or (group and r.request.group == group) or (session and r.request.session == session)
+        ]
+        self._running = [r for r in self._running if r not in gone]
+        return [self._output(r, finish_reason="abort", abort_reason=reason) for r in gone]
+
+    def step(self) -> list[SampleOutput]:
+        time.sleep(STEP_S)
+        self.steps += 1
+        done = []
+        for r in self._running:
+            if r.request.prompt_token_ids[0] == CRASH:
+                raise RuntimeError("the fake step broke")
+            r.tokens.append((sum(r.request.prompt_token_ids) + 31 * r.index + 7 * len(r.tokens)) % VOCAB)
+            if len(r.tokens) >= r.limit:
+                done.append(r)
+        self._running = [r for r in self._running if r not in done]
+        return [self._output(r, finish_reason="length") for r in done]
+
+    def stats(self) -> dict[str, Any]:
+        free = 64 - min(64, len(self._running))
+        return {"running": len(self._running), "waiting": 0, "free_blocks": free, "total_blocks": 64, "weight_version": 0, "steps": self.steps}
+
+    def close(self) -> None:
+        pass
+
+
+def build(config: EngineConfig, progress: Callable[[str, float], None]) -> FakeEngine:
+    progress("loading", 0.5)
+    if config.model == "fake-slow-load":
+        time.sleep(60)
+    if config.model == "fake-fail-load":
+        raise UnsupportedModel("config.json: architecture Fake is not supported")
+    if config.model == "fake-crash-load":
+        raise RuntimeError("no such luck")
+    return FakeEngine(config)
