@@ -132,29 +132,36 @@ def _greedy_row(logits_V: Tensor, forced: int) -> tuple[int, float, float, float
     return token, logprob, logprob, 0.0
 
 
+def _restricted(z_V: Tensor, rows: SamplerRows, r: int) -> Tensor:
+    """`z_V` with the ids that do not take part at -inf: no mass, last in rank, never the likeliest."""
+    z_V = z_V.clone()
+    z_V[rows.vocab_limit :] = -math.inf
+    z_V[[i for i in rows.banned[r] if i < len(z_V)]] = -math.inf
+    return z_V
+
+
 def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> tuple[int, float, float, float, float] | None:
-    # Ids that do not take part hold -inf by now: no mass, last in rank, never the likeliest.
-    if logits_V.isnan().any() or not math.isfinite(logits_V.amax().item()):
-        return None
     temperature, forced, nan = float(rows.temperature[r]), int(rows.forced[r]), math.nan
+    z_V = logits_V if temperature == 0.0 else logits_V * f32(1.0 / temperature)
+    restricted = _restricted(z_V, rows, r)
+    if z_V.isnan().any() or not math.isfinite(z_V.amax().item()) or restricted.amax().item() == -math.inf:
+        return None
     if temperature == 0.0:
-        token, logprob, temperature_logprob, entropy = _greedy_row(logits_V, forced)
+        token, logprob, temperature_logprob, entropy = _greedy_row(restricted, forced)
     else:
-        z_V = logits_V * f32(1.0 / temperature)
-        if not math.isfinite(z_V.amax().item()):
-            return None
-        masses = _masses(z_V)
+        whole = _masses(z_V)
+        masses = whole if torch.equal(restricted, z_V) else _masses(restricted)
         keep_V = _keep(masses, int(rows.top_k[r]), float(rows.top_p[r]), float(rows.min_p[r]))
         token = forced
         if forced < 0:
             token = _draw(masses, keep_V, draw64(int(rows.seed[r]), int(rows.sample_index[r]), int(rows.position[r])))
         kept_mass = int(masses.q_V.where(keep_V, 0).sum())
         logprob = _logprob(masses, token, kept_mass) if keep_V[token] else -math.inf
-        temperature_logprob = _logprob(masses, token, masses.total)
-        entropy = _entropy(masses) if rows.want_entropy[r] else nan
+        temperature_logprob = _logprob(whole, token, whole.total)
+        entropy = _entropy(whole) if rows.want_entropy[r] else nan
     model = nan
     if rows.want_model[r]:
-        at_one = masses if temperature == 1.0 else _masses(logits_V)
+        at_one = _masses(logits_V)
         model = _logprob(at_one, token, at_one.total)
     return token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan
 
@@ -180,10 +187,7 @@ def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
     token, nonfinite = np.maximum(rows.forced, 0).astype(np.int64), np.ones(num_rows, dtype=np.bool_)
     floats = np.full((4, num_rows), np.nan, dtype=np.float32)
     for r in range(num_rows):
-        logits_V = logits_RV[r].to(torch.float32, copy=True)
-        logits_V[rows.vocab_limit :] = -math.inf
-        logits_V[[i for i in rows.banned[r] if i < vocab]] = -math.inf
-        if (row := _sample_row(logits_V, rows, r)) is not None:
+        if (row := _sample_row(logits_RV[r].float(), rows, r)) is not None:
             token[r], *floats[:, r] = row
             nonfinite[r] = False
     return SampleResult(

@@ -80,32 +80,40 @@ inline uint64_t draw64(uint64_t seed, uint32_t sample, uint32_t position) {
   return (uint64_t)c[1] << 32 | c[0];
 }
 
-// z = logits * inv over ids below `limit`, banned ids and padding at -inf; false if not finite enough to sample.
+// z = logits * inv, -inf past the last id; its maximum; false if it is not finite enough to sample.
 template <class T>
-inline bool scaled_row(const T* logits, int limit, float inv, const int32_t* banned, int num_banned, float* z, float& m) {
+inline bool scaled_row(const T* logits, int n, float inv, float* z, float& m) {
   const float low = -__builtin_inff();
   v16 mx = bc(low), scale = bc(inv);
   bool bad = false;
-  int padded = round_up(limit, MASS_BLOCK);
-  for (int j = 0; j < limit; j += 16) {
-    int n = limit - j < 16 ? limit - j : 16;
+  for (int j = 0; j < n; j += 16) {
+    int count = n - j < 16 ? n - j : 16;
     T tail[16] = {};
     const T* p = logits + j;
-    if (n < 16) {
-      memcpy(tail, p, n * sizeof(T));
+    if (count < 16) {
+      memcpy(tail, p, count * sizeof(T));
       p = tail;
     }
     v16 x = load(p) * scale;
-    if (n < 16) x = first_lanes(x, n, low);
+    if (count < 16) x = first_lanes(x, count, low);
     bad |= any_nan(x);
+    mx = vmax(mx, x);
     store(z + j, x);
   }
-  for (int j = round_up(limit, 16); j < padded; j += 16) store(z + j, bc(low));
-  for (int i = 0; i < num_banned; i++)
-    if (banned[i] < limit) z[banned[i]] = low;
-  for (int j = 0; j < padded; j += 16) mx = vmax(mx, load(z + j));
+  for (int j = round_up(n, 16); j < round_up(n, MASS_BLOCK); j += 16) store(z + j, bc(low));
   m = hmax(mx);
   return !bad && m < __builtin_inff() && m > low;
+}
+
+// Ids that do not take part drop to -inf; the maximum of the rest.
+inline float restrict_row(float* z, int limit, int padded, const int32_t* banned, int num_banned) {
+  const float low = -__builtin_inff();
+  for (int i = 0; i < num_banned; i++)
+    if (banned[i] < padded) z[banned[i]] = low;
+  for (int j = limit; j < padded; j++) z[j] = low;
+  v16 mx = bc(low);
+  for (int j = 0; j < padded; j += 16) mx = vmax(mx, load(z + j));
+  return hmax(mx);
 }
 
 inline uint64_t total_mass(const float* z, float m, int padded, uint64_t* blocks) {
@@ -225,9 +233,40 @@ inline int pick(const float* z, float m, int limit, const uint64_t* blocks, uint
   return last;
 }
 
+// What one row asks for and where its answers go.
+struct RowOut {
+  const Step& st;
+  int r;
+  void fail(int64_t token) const {
+    float nan = __builtin_nanf("");
+    st.out_nonfinite[r] = 1;
+    st.out_token[r] = token < 0 ? 0 : token;
+    st.out_logprob[r] = st.out_temperature_logprob[r] = st.out_model_logprob[r] = st.out_entropy[r] = nan;
+  }
+  bool truncated(int limit) const { return (st.top_k[r] > 0 && st.top_k[r] < limit) || st.top_p[r] < 1.0 || st.min_p[r] > 0.f; }
+};
+
+inline float logprob_of(const float* z, float m, int64_t id, double ln) { return (float)(((double)z[id] - (double)m) - ln); }
+
+// Draw by inverse CDF over the ids in order; `kept` and `e` only count when the row is truncated.
+inline int64_t draw_token(const Step& st, int r, const float* z, const float* e, float m, int limit, const uint64_t* blocks, uint64_t mass, bool truncated, const Kept& kept) {
+  uint64_t random = draw64(st.seed[r], st.sample_index[r], st.row_position[r]);
+  uint64_t at = (uint64_t)(((unsigned __int128)random * mass) >> 64);
+  if (!truncated) return pick(z, m, limit, blocks, at);
+  int64_t token = 0;
+  for (int i = 0; i < limit; i++) {
+    if (z[i] == -__builtin_inff() || !kept.holds(z[i], e[i], i)) continue;
+    uint64_t w = mass_of(e[i]);
+    token = i;
+    if (at < w) break;
+    at -= w;
+  }
+  return token;
+}
+
 template <class T>
 void sample_row(const Op& op, const Step& st, const T* logits, int r) {
-  int limit = st.vocab_limit, padded = round_up(limit, MASS_BLOCK);
+  int n = op.n, limit = st.vocab_limit, padded = round_up(n, MASS_BLOCK);
   scratch.reset((size_t)padded * 8 + padded / MASS_BLOCK * 8 + 512);
   float* z = scratch.take<float>(padded);
   float* e = scratch.take<float>(padded);
@@ -235,60 +274,43 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
   const int32_t* banned = st.banned + st.ban_offset[r];
   int num_banned = st.ban_offset[r + 1] - st.ban_offset[r];
   double temperature = st.temperature[r];
-  bool greedy = temperature == 0.0;
-  float m, inv = greedy ? 1.f : (float)(1.0 / temperature), nan = __builtin_nanf("");
+  bool greedy = temperature == 0.0, want_model = st.want[r] & 1, want_entropy = st.want[r] & 2;
+  float m, whole_m, inv = greedy ? 1.f : (float)(1.0 / temperature), nan = __builtin_nanf("");
+  RowOut out{st, r};
   int64_t token = st.forced[r];
-  st.out_model_logprob[r] = st.out_entropy[r] = nan;
-  if (!scaled_row(logits, limit, inv, banned, num_banned, z, m)) {
-    st.out_nonfinite[r] = 1;
-    st.out_token[r] = -1;
-    st.out_logprob[r] = st.out_temperature_logprob[r] = nan;
-    return;
+  if (!scaled_row(logits, n, inv, z, whole_m)) return out.fail(token);
+  m = whole_m;
+  uint64_t whole = greedy && !want_model ? 0 : total_mass(z, m, padded, blocks), mass = whole;
+  float entropy = want_entropy ? (greedy ? 0.f : entropy_of(z, m, padded, whole)) : nan;
+  if (num_banned || limit < n) {
+    m = restrict_row(z, limit, padded, banned, num_banned);
+    if (m == -__builtin_inff()) return out.fail(token);
+    if (!greedy) mass = total_mass(z, m, padded, blocks);
   }
-  st.out_nonfinite[r] = 0;
-  auto logprob = [&](int64_t id, double ln) { return id < limit ? (float)(((double)z[id] - (double)m) - ln) : -__builtin_inff(); };
   if (greedy) {
     int best = 0;
     while (z[best] != m) best++;
     if (token < 0) token = best;
     st.out_logprob[r] = st.out_temperature_logprob[r] = token == best ? 0.f : -__builtin_inff();
-    if (st.want[r] & 2) st.out_entropy[r] = 0.f;
-    if (st.want[r] & 1) st.out_model_logprob[r] = logprob(token, ln_mass(total_mass(z, m, padded, nullptr)));
   } else {
-    uint64_t q = total_mass(z, m, padded, blocks), kept_mass = q;
-    double ln = ln_mass(q);
     Kept kept;
-    bool truncated = (st.top_k[r] > 0 && st.top_k[r] < limit) || st.top_p[r] < 1.0 || st.min_p[r] > 0.f;
-    if (truncated) kept_mass = truncate(z, e, m, limit, padded, st.top_k[r], st.top_p[r], st.min_p[r], q, kept);
-    if (token < 0) {
-      uint64_t draw = draw64(st.seed[r], st.sample_index[r], st.row_position[r]);
-      uint64_t at = (uint64_t)(((unsigned __int128)draw * kept_mass) >> 64);
-      if (!truncated) {
-        token = pick(z, m, limit, blocks, at);
-      } else {
-        for (int i = 0; i < limit; i++) {
-          if (z[i] == -__builtin_inff() || !kept.holds(z[i], e[i], i)) continue;
-          uint64_t w = mass_of(e[i]);
-          token = i;
-          if (at < w) break;
-          at -= w;
-        }
-      }
-    }
-    bool in = !truncated || (token < limit && kept.holds(z[token], e[token], (int)token));
-    st.out_temperature_logprob[r] = logprob(token, ln);
-    st.out_logprob[r] = in ? logprob(token, ln_mass(kept_mass)) : -__builtin_inff();
-    if (st.want[r] & 2) st.out_entropy[r] = entropy_of(z, m, padded, q);
-    if (st.want[r] & 1) {
-      if (inv == 1.f) {
-        st.out_model_logprob[r] = st.out_temperature_logprob[r];
-      } else {
-        scaled_row(logits, limit, 1.f, banned, num_banned, z, m);
-        st.out_model_logprob[r] = logprob(token, ln_mass(total_mass(z, m, padded, nullptr)));
-      }
-    }
+    bool truncated = out.truncated(limit);
+    if (truncated) mass = truncate(z, e, m, limit, padded, st.top_k[r], st.top_p[r], st.min_p[r], mass, kept);
+    if (token < 0) token = draw_token(st, r, z, e, m, limit, blocks, mass, truncated, kept);
+    bool in = z[token] > -__builtin_inff() && (!truncated || kept.holds(z[token], e[token], (int)token));
+    st.out_logprob[r] = in ? logprob_of(z, m, token, ln_mass(mass)) : -__builtin_inff();
+    float zt = to_float(logits[token]) * inv;
+    st.out_temperature_logprob[r] = (float)(((double)zt - (double)whole_m) - ln_mass(whole));
   }
+  st.out_nonfinite[r] = 0;
   st.out_token[r] = token;
+  st.out_entropy[r] = entropy;
+  st.out_model_logprob[r] = nan;
+  if (want_model && inv != 1.f) {
+    scaled_row(logits, n, 1.f, z, whole_m);
+    whole = total_mass(z, whole_m, padded, nullptr);
+  }
+  if (want_model) st.out_model_logprob[r] = (float)(((double)to_float(logits[token]) - (double)whole_m) - ln_mass(whole));
 }
 
 }  // namespace

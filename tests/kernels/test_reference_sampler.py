@@ -148,15 +148,19 @@ def test_greedy() -> None:
     assert np.allclose(got.model_logprob, torch.tensor([1.0, 4, 4, -2]).log_softmax(0)[1])
 
 
-def test_banned_ids_and_padding_take_no_part() -> None:
-    logits_V = torch.tensor([9.0, 1.0, 2.0, 3.0, 50.0, NAN])
+def test_banned_ids_and_padding_are_not_drawn_but_stay_in_the_model_distribution() -> None:
+    logits_V = torch.tensor([9.0, 1.0, 2.0, 3.0, 50.0, 7.0])
     got = draw(logits_V.expand(40, -1), banned=[[0, 3]] * 40, vocab_limit=4)
-    log_p = torch.tensor([1.0, 2.0]).log_softmax(0)
-    assert set(got.token.tolist()) == {1, 2} and not got.nonfinite.any()
-    assert np.allclose(got.model_logprob, log_p[torch.from_numpy(got.token) - 1])
+    token = torch.from_numpy(got.token)
+    assert set(token.tolist()) == {1, 2} and not got.nonfinite.any()
+    assert np.allclose(got.logprob, torch.tensor([1.0, 2.0]).log_softmax(0)[token - 1])
+    assert np.allclose(got.model_logprob, logits_V.log_softmax(0)[token])
+    assert np.allclose(got.temperature_logprob, logits_V.log_softmax(0)[token])
     forced = draw(logits_V.expand(3, -1), banned=[[0]] * 3, vocab_limit=4, forced=[0, 4, 1])
-    assert np.isneginf(forced.logprob).tolist() == [True, True, False] == np.isneginf(forced.model_logprob).tolist()
+    assert np.isneginf(forced.logprob).tolist() == [True, True, False]
+    assert np.allclose(forced.model_logprob, logits_V.log_softmax(0)[[0, 4, 1]])
     assert draw(logits_V[None], banned=[[0]], vocab_limit=4, temperature=0.0).token[0] == 3
+    assert draw(logits_V[None], banned=[[0, 1, 2, 3]], vocab_limit=4).nonfinite[0]
 
 
 def test_minus_infinity_has_no_mass() -> None:
