@@ -62,7 +62,7 @@ class Engine:
 
     Args:
         model: a local folder, a .gguf file or a cached hub id; or a whole EngineConfig.
-        runner: what executes steps; default: a ModelRunner for the configuration.
+        runner: what executes steps, with its own configuration (`model` and options do not count then); default: a ModelRunner.
         tokenizer: default: the model's, loaded when first needed (text prompts, stop strings, `RolloutOutput.texts`).
         stop_matcher: makes what watches a sample for stop strings; default: a StopStringMatcher over the tokenizer.
         options: fields of EngineConfig and its parts by name, e.g. `block_tokens=16`, `max_num_seqs=64`.
@@ -77,11 +77,12 @@ class Engine:
         stop_matcher: StopMatcherFactory | None = None,
         **options: Any,
     ) -> None:
-        config = make_config(model, options)
         if runner is None:
             from .model_runner import ModelRunner
 
-            runner = ModelRunner(config)
+            runner = ModelRunner(make_config(model, options))
+        elif options:
+            raise ConfigError(f"a runner brings its own configuration: drop the option(s) {', '.join(sorted(options))}")
         self.runner: Runner = runner
         self.info: RunnerInfo = runner.info
         self.config: EngineConfig = runner.info.config
@@ -90,7 +91,9 @@ class Engine:
         """version of the last step"""
         self._tokenizer = tokenizer
         self._stop_matcher: StopMatcherFactory = stop_matcher or self._default_matcher
-        self._entropy: Callable[[int], int] = secrets.randbits if config.seed is None else random.Random(config.seed).getrandbits
+        self._entropy: Callable[[int], int] = (
+            secrets.randbits if self.config.seed is None else random.Random(self.config.seed).getrandbits
+        )
         self._broken: str | None = None
         self._closed = False
         self._seconds = {"plan": 0.0, "execute": 0.0, "update": 0.0}

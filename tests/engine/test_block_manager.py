@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from rollsync.rollout.engine.block_manager import BlockManager
 
 

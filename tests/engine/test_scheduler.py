@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 from fake_runner import VOCAB, FakeMatcher, FakeRunner, make_info, oracle
-
 from rollsync import Engine, RolloutRequest, SampleOutput, SamplingParams
+
+COMPARED = (
+    "token_ids", "logprobs", "temperature_logprobs", "model_logprobs", "entropy", "prompt_logprobs", "finish_reason", "stop_reason",
+)  # fmt: skip
 
 
 def make(**info: Any) -> tuple[Engine, FakeRunner]:
@@ -37,7 +40,7 @@ def run(engine: Engine, max_steps: int = 20000) -> list[SampleOutput]:
 
 def expect(output: SampleOutput, request: RolloutRequest, engine: Engine, weights: int = 0) -> None:
     wanted = oracle(request, output.seed, engine.info, output.sample_index - request.first_sample, weights)
-    for name in ("token_ids", "logprobs", "temperature_logprobs", "model_logprobs", "entropy", "prompt_logprobs", "finish_reason", "stop_reason"):
+    for name in COMPARED:
         assert getattr(output, name) == getattr(wanted, name), name
     ends = [span["end"] for span in output.weight_versions]
     assert [span["start"] for span in output.weight_versions] == [0, *ends][: len(ends)] and (ends or [0])[-1] == len(output.token_ids)
@@ -152,7 +155,7 @@ def test_waiting_order_is_priority_then_arrival_and_nobody_overtakes() -> None:
         engine.add_request(request(rid, [1, 2], max_tokens=2, priority=priority, ignore_eos=True))
     assert [o.request_id for o in run(engine)] == ["urgent", "a", "b", "low"]
     # The big one at the head does not fit beside the running one; the small one behind it must not pass.
-    engine, runner = make(num_blocks=8, max_num_seqs=8, max_model_len=32)
+    engine, _ = make(num_blocks=8, max_num_seqs=8, max_model_len=32)
     engine.add_request(request("first", [1] * 9, max_tokens=6, ignore_eos=True))
     engine.step()
     engine.add_request(request("big", [2] * 20, max_tokens=1, ignore_eos=True))
@@ -162,9 +165,8 @@ def test_waiting_order_is_priority_then_arrival_and_nobody_overtakes() -> None:
 
 def test_lowest_priority_latest_arrival_is_preempted() -> None:
     engine, _ = make(num_blocks=9, max_model_len=36, max_batch_tokens=32)
-    reqs = [request(name, [i + 1] * 4, max_tokens=20, ignore_eos=True, priority=p) for i, (name, p) in enumerate([("x", 1), ("y", 0), ("z", 0)])]
-    for r in reqs:
-        engine.add_request(r)
+    for i, (rid, priority) in enumerate([("x", 1), ("y", 0), ("z", 0)]):
+        engine.add_request(request(rid, [i + 1] * 4, max_tokens=20, ignore_eos=True, priority=priority))
     order = [o.request_id for o in run(engine)]
     assert engine.stats()["preemptions"] > 0 and order == ["y", "z", "x"]
 
@@ -202,7 +204,7 @@ def test_siblings_beyond_the_slots_follow_on_cached_blocks() -> None:
 
 
 def test_repeated_prompt_hits_all_full_blocks_but_feeds_one_token() -> None:
-    engine, runner = make()
+    engine, _ = make()
     prompt = list(range(10, 18))
     for i in range(2):
         r = request(f"r{i}", prompt, max_tokens=1, seed=1)
