@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from rollsync.rollout.errors import ConfigError, UnsupportedModel
 from rollsync.rollout.models.config import load_decoder_config, parse_hf_config, resolve_model_path
 
@@ -34,7 +33,13 @@ def test_reads_what_transformers_saves(saved: Any) -> None:
 
 
 def test_old_and_new_rope_layouts_mean_the_same() -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     old = parse_hf_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
     new = parse_hf_config({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
     assert old == new

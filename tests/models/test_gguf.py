@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from rollsync.rollout.errors import ConfigError, UnsupportedModel
 from rollsync.rollout.models.config import load_decoder_config
 from rollsync.rollout.models.dequantize import FORMATS, dequantize

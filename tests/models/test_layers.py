@@ -2,10 +2,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from rollsync.rollout.models.config import parse_hf_config
 from rollsync.rollout.models.layers import rope_tables
-
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from rollsync.rollout.errors import ConfigError
 from rollsync.rollout.models.config import DecoderConfig, load_decoder_config
 from rollsync.rollout.models.loader import CheckpointError, iter_checkpoint, load_weights
 from rollsync.rollout.models.params import hf_shapes, param_specs
+from safetensors.torch import load_file, save_file
 
 
 class Store:

@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from rollsync.rollout.errors import ConfigError
 from rollsync.rollout.models.config import DecoderConfig
 from rollsync.rollout.models.params import UnknownTensor, check_tensors, head_rows, hf_shapes, param_specs, plan
@@ -144,5 +143,10 @@ def test_check_tensors_lists_everything_wrong() -> None:
     shapes["lm_head.weight"] = (12, 48)
     problems = "\n".join(check_tensors(TIED, shapes))
     assert problems.count("\n") == 3
-    for part in ("missing model.norm.weight [12]", "up_proj.weight is [12, 20], must be [20, 12]", "unknown extra", "lm_head.weight is [12, 48]"):
+    for part in (
+        "missing model.norm.weight [12]",
+        "up_proj.weight is [12, 20], must be [20, 12]",
+        "unknown extra",
+        "lm_head.weight is [12, 48]",
+    ):
         assert part in problems
