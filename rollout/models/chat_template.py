@@ -20,11 +20,14 @@ def compile_template(source: str) -> jinja2.Template:
     """Compile a chat template once; `render` uses it many times.
 
     Raises:
-        ConfigError: it is not valid Jinja.
+        ConfigError: it is not valid Jinja, or jinja2 is not installed.
     """
-    import jinja2
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    try:
+        import jinja2
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ConfigError("chat templates need jinja2: pip install 'jinja2>=3.1.6'") from error
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}` marks what an assistant wrote; here it renders its body."""

@@ -99,7 +99,7 @@ def load_decoder_config(path: str | os.PathLike[str]) -> DecoderConfig:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json: give a Hugging Face model folder or a .gguf file")
-    return parse_hf_config(_read_json(file), eos_token_ids=read_eos_token_ids(path), where=str(file))
+    return parse_hf_config(read_json(file), eos_token_ids=read_eos_token_ids(path), where=str(file))
 
 
 def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (), where: str = "config.json") -> DecoderConfig:
@@ -205,9 +205,9 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
-            ids.update(_as_ids(_read_json(folder / name).get("eos_token_id")))
+            ids.update(_as_ids(read_json(folder / name).get("eos_token_id")))
     if (folder / "tokenizer_config.json").is_file():
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         eos = config.get("eos_token")
         content = eos.get("content") if isinstance(eos, dict) else eos
         if content is not None and (found := _token_id(folder, config, content)) is not None:
@@ -221,7 +221,7 @@ def _token_id(folder: Path, tokenizer_config: dict[str, Any], content: str) -> i
             return int(key)
     if not (folder / "tokenizer.json").is_file():
         return None
-    data = _read_json(folder / "tokenizer.json")
+    data = read_json(folder / "tokenizer.json")
     for token in data.get("added_tokens") or ():
         if token["content"] == content:
             return int(token["id"])
@@ -233,7 +233,8 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`, or a ConfigError that names it."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedModel
+from ..errors import ConfigError, UnsupportedModel
 from .gguf import GgufFile
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def build_tokenizer(gguf: GgufFile) -> Backend:
 
     Raises:
         UnsupportedModel: another tokenizer model or pre-tokenizer; names it and what is supported.
+        ConfigError: the vocabulary or the merges are missing.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
@@ -32,6 +33,8 @@ def build_tokenizer(gguf: GgufFile) -> Backend:
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         supported = f"gpt2 with {', '.join(PRE_TOKENIZERS)}"
         raise UnsupportedModel(f"{gguf.path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: {supported})")
+    if missing := [key for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges") if key not in meta]:
+        raise ConfigError(f"{gguf.path} has no metadata {' and '.join(missing)}: name a folder with tokenizer.json as the tokenizer")
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     types: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocab = {token: i for i, (token, t) in enumerate(zip(tokens, types, strict=True)) if t != _UNUSED}

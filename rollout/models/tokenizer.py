@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadRequest, ConfigError
 from .chat_template import compile_template, render
-from .config import read_eos_token_ids, resolve_model_path
+from .config import read_eos_token_ids, read_json, resolve_model_path
 from .detokenizer import IncrementalDecoder, StopStringMatcher
 
 if TYPE_CHECKING:
@@ -80,9 +79,10 @@ class Tokenizer:
         from .gguf_tokenizer import build_tokenizer, tokenizer_config
 
         gguf = GgufFile(path)
+        backend = build_tokenizer(gguf)
         config = tokenizer_config(gguf)
         return cls(
-            build_tokenizer(gguf),
+            backend,
             special_tokens=_special_tokens(config),
             chat_templates=_chat_templates(None, config),
             eos_token_ids=gguf.eos_token_ids(),
@@ -170,8 +170,7 @@ class Tokenizer:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config
+    return read_json(file) if file.is_file() else {}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -150,6 +150,19 @@ def test_a_failed_conversion_leaves_nothing_behind(saved: Any, bpe: Any, tmp_pat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_two_processes_may_convert_at_once(saved: Any, bpe: Any, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", saved["llama"][1], bpe, tied=False)
+    folders = []
+
+    def meanwhile(done: int, total: int) -> None:
+        if not folders:  # another process finishes while this one is writing
+            folders.append(cached_checkpoint(path, tmp_path / "cache"))
+
+    assert cached_checkpoint(path, tmp_path / "cache", progress=meanwhile) == folders[0]
+    assert list((tmp_path / "cache").iterdir()) == folders
+
+
 def test_cache_folder_follows_the_environment(saved: Any, bpe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "qwen2", saved["qwen2"][1], bpe, tied=False)

@@ -124,6 +124,15 @@ def test_what_cannot_be_rebuilt_is_named(bpe: dict[str, Any], tmp_path: Path) ->
         write_tokenizer(tmp_path / "t.gguf", bpe, pre, model=model)
         with pytest.raises(UnsupportedModel, match=f"'{model}' with pre-tokenizer '{pre}' .*supported: gpt2 with smollm, llama-bpe, qwen2"):
             Tokenizer.from_model(tmp_path / "t.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_context_length(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"no metadata tokenizer\.ggml\.tokens and tokenizer\.ggml\.merges"):
+        Tokenizer.from_model(tmp_path / "t.gguf")
     folder = tmp_path / "empty"
     folder.mkdir()
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
