@@ -58,10 +58,11 @@ def _package_version() -> str:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    config = _config(args)
     from .server.launcher import ServeOptions, serve
 
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServeOptions) if hasattr(args, f.name)}
-    return serve(_config(args), ServeOptions(**given), _package_version(), args.engine_factory)
+    return serve(config, ServeOptions(**given), _package_version(), args.engine_factory)
 
 
 def _generate(args: argparse.Namespace) -> int:

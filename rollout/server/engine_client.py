@@ -234,6 +234,7 @@ class EngineProcess:
     def _got_ready(self, info: dict[str, Any]) -> None:
         self.snapshot.info = info
         self.snapshot.progress = ("ready", 1.0)
+        self.snapshot.beat_at = time.monotonic()
         self._ready.set()
 
     def _got_failed(self, error: dict[str, Any]) -> None:

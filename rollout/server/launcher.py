@@ -166,9 +166,10 @@ class Launcher:
 
 def serve(config: EngineConfig, options: ServeOptions, version: str, engine_factory: str | None = None) -> int:
     """Run a server to its end and return the exit status. Raises ConfigError for what is wrong before it begins."""
-    raise_file_limit()
 
     async def run() -> int:
-        return await Launcher(config, options, version, engine_factory).run()
+        launcher = Launcher(config, options, version, engine_factory)
+        raise_file_limit()
+        return await launcher.run()
 
     return asyncio.run(run())

@@ -192,8 +192,8 @@ def decode_body(body: bytes, content_type: str) -> Any:
     """JSON or msgpack to Python values. NaN and Infinity are refused in JSON."""
     if "msgpack" in content_type:
         try:
-            return msgpack.unpackb(body, max_buffer_size=len(body) or 1)
-        except Exception as error:  # msgpack raises many kinds; all mean the same to the caller
+            return msgpack.unpackb(body)
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not valid msgpack: {type(error).__name__}: {error}") from None
 
     def refuse(word: str) -> Any:
@@ -211,7 +211,7 @@ def _read(value: Any, table: tuple[Field, ...], path: str) -> dict[str, Any]:
     """The fields of `value` that are not null, checked by `table`."""
     where = f"{path}." if path else ""
     if not isinstance(value, dict):
-        raise _fail(path or "the body", "an object", value)
+        raise _fail(path, "an object", value) if path else BadRequest(f"the body must be an object, got {type(value).__name__}")
     known = {f.name: f for f in table}
     checked = {}
     for name, item in value.items():

@@ -76,11 +76,8 @@ class FakeEngine:
     def abort(
         self, request_id: str | None = None, *, group: str | None = None, session: str | None = None, all: bool = False, reason: str = "?"
     ) -> list[SampleOutput]:
-        gone = [
-            r
-            for r in self._running
-            if all or r.request.request_id == request_id or (group and r.request.group == group) or (session and r.request.session == session)
-        ]
+        keys = {("request_id", request_id), ("group", group), ("session", session)}
+        gone = [r for r in self._running if all or any(v is not None and getattr(r.request, k) == v for k, v in keys)]
         self._running = [r for r in self._running if r not in gone]
         return [self._output(r, finish_reason="abort", abort_reason=reason) for r in gone]
 
@@ -98,8 +95,8 @@ class FakeEngine:
         return [self._output(r, finish_reason="length") for r in done]
 
     def stats(self) -> dict[str, Any]:
-        free = 64 - min(64, len(self._running))
-        return {"running": len(self._running), "waiting": 0, "free_blocks": free, "total_blocks": 64, "weight_version": 0, "steps": self.steps}
+        num = len(self._running)
+        return {"running": num, "waiting": 0, "free_blocks": 64 - min(64, num), "weight_version": 0, "steps": self.steps}
 
     def close(self) -> None:
         pass

@@ -1,0 +1,132 @@
+"""A real server with a fake engine, as the processes a user would have."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollsync import EngineConfig, RolloutClient
+
+HERE = Path(__file__).parent
+FACTORY = "fake_engine:build"
+
+
+def child_env() -> dict[str, str]:
+    paths = [str(HERE), *(p for p in (os.environ.get("PYTHONPATH"),) if p)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
+    """Wait for `condition`; fail naming it after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"not within {deadline_s} s: {condition}")
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    line: str
+
+    @property
+    def engine_pid(self) -> int:
+        return int(httpx.get(f"{self.url}/v1/engine/status").json()["engine_pid"])
+
+    def running(self) -> int:
+        return int(httpx.get(f"{self.url}/v1/engine/status").json()["stats"]["running"])
+
+
+def spawn(*flags: str, model: str = "fake", factory: str | None = FACTORY) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rollsync.rollout.cli", "serve", model, *flags]
+    if "--port" not in flags:
+        command += ["--port", "0"]
+    if factory:
+        command += ["--engine-factory", factory]
+    return subprocess.Popen(command, env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def serving(*flags: str, model: str = "fake", factory: str | None = FACTORY) -> Iterator[Server]:
+    """A server that has said its one line."""
+    process = spawn(*flags, model=model, factory=factory)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"listening on (http://\S+)", line)
+        if found is None:
+            pytest.fail(f"no announcement: {line!r} {process.communicate(timeout=5)}")
+        yield Server(process, found.group(1), line)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
+
+
+@pytest.fixture(name="until")
+def until_fixture() -> Callable[..., None]:
+    return until
+
+
+@pytest.fixture(name="alive")
+def alive_fixture() -> Callable[[int], bool]:
+    return alive
+
+
+@pytest.fixture(name="spawn")
+def spawn_fixture() -> Callable[..., subprocess.Popen[str]]:
+    return spawn
+
+
+@pytest.fixture(name="serving")
+def serving_fixture() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    return serving
+
+
+@pytest.fixture
+def fake_engine() -> Callable[[], Any]:
+    """A maker of fake engines in this process."""
+    spec = importlib.util.spec_from_file_location("fake_engine", HERE / "fake_engine.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fake_engine"] = module
+    spec.loader.exec_module(module)
+    return lambda: module.FakeEngine(EngineConfig(model="fake"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[RolloutClient]:
+    with RolloutClient(server.url) as found:
+        yield found

@@ -1,0 +1,90 @@
+"""The engine's thread, and asyncio on top of it, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rollsync import RolloutRequest, SamplingParams
+from rollsync.rollout.engine.async_engine import AsyncEngine
+from rollsync.rollout.errors import BadRequest, EngineDead, PromptTooLong
+
+Maker = Callable[[], Any]
+
+
+def request(name: str, *ids: int, n: int = 1, max_tokens: int = 4) -> RolloutRequest:
+    return RolloutRequest(request_id=name, prompt_token_ids=ids or (1, 2), params=SamplingParams(n=n, max_tokens=max_tokens))
+
+
+async def started(make: Maker) -> AsyncEngine:
+    engine = AsyncEngine(make)
+    await engine.wait_ready()
+    return engine
+
+
+def test_requests_run_side_by_side(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        many = await asyncio.gather(*(engine.generate(request(f"r{i}", i + 1, n=3)) for i in range(8)))
+        assert [[o.sample_index for o in outputs] for outputs in many] == [[0, 1, 2]] * 8
+        assert all(o.finish_reason == "length" for outputs in many for o in outputs)
+        await engine.close()
+        assert engine.heartbeat.phase == "closed"
+        with pytest.raises(EngineDead, match="closed"):
+            await engine.generate(request("late"))
+
+    asyncio.run(run())
+
+
+def test_cancelling_aborts_and_aborting_returns_partials(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        gone, kept = (asyncio.create_task(engine.generate(request(name, max_tokens=4000))) for name in ("gone", "kept"))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert (await engine.command("status"))["running"] == 1
+        assert await engine.abort(request_id="kept", reason="enough") == {"samples": 1, "request_ids": ["kept"]}
+        (output,) = await kept
+        assert (output.finish_reason, output.abort_reason) == ("abort", "enough") and output.token_ids
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_reaches_its_own_caller(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        good, bad = await asyncio.gather(
+            engine.generate(request("good")), engine.generate(request("bad", *[1] * 5000)), return_exceptions=True
+        )
+        assert isinstance(bad, PromptTooLong) and not isinstance(good, BaseException)
+        with pytest.raises(BadRequest, match="command must be one of"):
+            await engine.command("explode")
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_step_that_raises_fails_every_waiter(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        calls = [engine.generate(request("long", max_tokens=4000)), engine.generate(request("crash", 99))]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(r, EngineDead) and "the fake step broke" in str(r) for r in results)
+        assert engine.heartbeat.phase == "dead"
+
+    asyncio.run(run())
+
+
+def test_a_failed_build_is_raised() -> None:
+    def build() -> Any:
+        raise BadRequest("no")
+
+    async def run() -> None:
+        with pytest.raises(BadRequest, match="no"):
+            await started(build)
+
+    asyncio.run(run())

@@ -1,0 +1,232 @@
+"""/v1/rollouts through the real app, engine faked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+from rollsync import AsyncRolloutClient, RolloutClient, SamplingParams
+from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong
+from rollsync.rollout.wire import MSGPACK, unpack_array
+
+FOREVER = {"max_tokens": 4000}
+Until = Callable[..., None]
+
+
+def body(*ids: list[int], **more: Any) -> dict[str, Any]:
+    return {"prompts": [{"token_ids": i} for i in ids], "sampling_params": {"max_tokens": 4}, **more}
+
+
+def post(server: Any, content: Any, **kw: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/rollouts", json=content, timeout=20, **kw)
+
+
+def plain(value: Any) -> Any:
+    """msgpack's arrays as lists, -inf as JSON shows it."""
+    if isinstance(value, dict):
+        return unpack_array(value) if value.keys() == {"dtype", "shape", "data"} else {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
+
+
+def test_json_and_msgpack_agree_to_the_bit(server: Any) -> None:
+    asked = body([1, 2, 3], [255], n=3, include=["model_logprobs", "prompt_logprobs"], request_id="same")
+    by_json = post(server, asked).json()
+    headers = {"Content-Type": MSGPACK}
+    answer = httpx.post(f"{server.url}/v1/rollouts", content=msgpack.packb(asked), headers=headers)
+    assert answer.headers["content-type"] == MSGPACK
+    wire = msgpack.unpackb(answer.content)
+    column = wire["results"][0]["samples"][0]["logprobs"]
+    assert (column["dtype"], column["shape"]) == ("<f4", [4]) and column["data"] == struct.pack("<4f", -1 / 7, -1 / 14, -1 / 21, -1 / 28)
+    assert plain(wire) == by_json
+    assert by_json["results"][0]["samples"][0]["prompt_logprobs"] == [None, -0.5, -0.5]
+    assert by_json["usage"] == {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": 6}
+
+
+def test_minus_infinity_is_null_in_json_and_kept_in_msgpack(server: Any, client: RolloutClient) -> None:
+    answer = post(server, body([249]))  # the fake's second token is 0, with logprob -inf
+    assert answer.json()["results"][0]["samples"][0]["logprobs"][1] is None
+    assert "Infinity" not in answer.text
+    assert client.rollouts([[249]], sampling_params={"max_tokens": 4}).results[0].samples[0].logprobs[1] == -math.inf
+
+
+def test_stream_gives_each_sample_when_it_is_finished(server: Any, client: RolloutClient) -> None:
+    prompts = [{"token_ids": [1], "max_tokens": 300}, {"token_ids": [1], "max_tokens": 2}, {"token_ids": []}]
+    events = list(client.stream(prompts, n=2))
+    assert [e.prompt_index for e in events if e.sample] == [1, 1, 0, 0]
+    assert [e.prompt_index for e in events if isinstance(e.error, BadRequest)] == [2]
+    with httpx.stream("POST", f"{server.url}/v1/rollouts", json={"prompts": prompts, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert [line.split()[1] for line in lines[::2]] == ["start", "error", "sample", "sample", "done"]
+    assert json.loads(lines[-1].removeprefix("data: "))["usage"]["completion_tokens"] == 302
+
+
+def test_equal_prompts_of_one_seed_go_on_counting(client: RolloutClient) -> None:
+    result = client.rollouts([[5], [6], [5]], n=2, sampling_params={"seed": 3, "max_tokens": 1})
+    assert [[s.index for s in r.samples] for r in result.results] == [[0, 1], [0, 1], [2, 3]]
+
+
+def test_a_bad_prompt_fails_alone(client: RolloutClient, server: Any) -> None:
+    result = client.rollouts([[1], [], [256], [-1], [1] * 5000, [2]], sampling_params=SamplingParams(max_tokens=1))
+    errors = {r.prompt_index: r.error for r in result.results if r.error}
+    assert errors.keys() == {1, 2, 3, 4} and isinstance(errors[4], PromptTooLong)
+    assert getattr(errors[2], "field", None) == "prompts[2].token_ids[0]" and "[0, 256)" in str(errors[2])
+    assert getattr(errors[4], "field", None) == "prompts[4].token_ids"
+    assert [len(r.samples) for r in result.results] == [1, 0, 0, 0, 0, 1]
+    refused = post(server, body([], [999]))
+    assert refused.status_code == 400 and len(refused.json()["results"]) == 2 and refused.json()["error"]["field"] == "prompts[0]"
+
+
+BAD_BODIES: list[tuple[Any, str | None]] = [
+    ([], None),
+    ({}, "prompts"),
+    ({"prompts": []}, "prompts"),
+    ({"prompts": [1]}, "prompts[0]"),
+    (body([1], foo=1), "foo"),
+    (body([1], min_version=3), "min_version"),
+    (body([1], deadline_s=-1), "deadline_s"),
+    (body([1], n=0), "n"),
+    (body([1], n=True), "n"),
+    (body([1], include=["words"]), "include[0]"),
+    (body([1], include=["routed_experts"]), "include[0]"),
+    (body([1], sampling_params={"temperature": "hot"}), "sampling_params.temperature"),
+    (body([1], sampling_params={"top_p": 0}), "sampling_params.top_p"),
+    (body([1], sampling_params={"n": 2}), "sampling_params.n"),
+    (body([1], sampling_params={"logit_bias": {}}), "sampling_params.logit_bias"),
+    (body([1], sampling_params={"beams": 2}), "sampling_params.beams"),
+    (body([1], sampling_params={"seed": 1 << 64}), "sampling_params.seed"),
+    ({"prompts": [{"token_ids": [1]}, {"token_ids": [1, 2, "x"]}]}, "prompts[1].token_ids[2]"),
+    ({"prompts": [{"token_ids": [1.0]}]}, "prompts[0].token_ids[0]"),
+    ({"prompts": [{"token_ids": [1], "text": "a"}]}, "prompts[0]"),
+    ({"prompts": [{"token_ids": [1], "max_tokens": -1}]}, "prompts[0].max_tokens"),
+    ({"prompts": [{"token_ids": [1], "continue_from": [2]}], "n": 2}, "prompts[0].continue_from"),
+    ({"prompts": [{"messages": [{"content": "no role"}]}]}, "prompts[0].messages[0]"),
+]
+
+
+def test_bad_bodies_are_refused_by_field(server: Any) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        for content, field in BAD_BODIES:
+            answer = http.post("/v1/rollouts", json=content)
+            assert (answer.status_code, answer.json()["error"].get("field")) == (400, field), answer.text
+        for text in ('{"prompts": NaN}', '{"a": -Infinity}', "{", "\xff", "[" * 100000, '{"n": ' + "9" * 5000 + "}"):
+            assert http.post("/v1/rollouts", content=text.encode("latin-1")).status_code == 400, text[:20]
+        for raw in (b"", b"\xc1", msgpack.packb({"prompts": [{"token_ids": {"dtype": "<i4", "shape": [2], "data": b"abc"}}]})):
+            assert http.post("/v1/rollouts", content=raw, headers={"Content-Type": MSGPACK}).status_code == 400
+        huge = [2**63, -(2**70)]
+        assert http.post("/v1/rollouts", json=body(huge)).status_code == 400
+        assert http.post("/v1/rollouts", json=body([1])).status_code == 200
+
+
+def test_no_tokenizer_is_an_item_error_for_text_only(client: RolloutClient) -> None:
+    result = client.rollouts(["words", [1]], sampling_params={"max_tokens": 1})
+    assert "token_ids" in str(result.results[0].error) and result.results[1].error is None
+
+
+def test_deadline_ends_with_the_partial_output(client: RolloutClient) -> None:
+    sample = client.rollouts([[1]], sampling_params=FOREVER, deadline_s=0.2).results[0].samples[0]
+    assert (sample.finish_reason, sample.abort_reason) == ("abort", "deadline") and 0 < len(sample.token_ids) < 4000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_dropped_connection_frees_its_work(until: Until, server: Any, stream: bool, n: int) -> None:
+    content = json.dumps(body([1], [2], n=n, stream=stream, sampling_params=FOREVER)).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(f"POST /v1/rollouts HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        until(lambda: server.running() == 2 * n)
+    until(lambda: server.running() == 0, 3.0)
+
+
+def in_background(server: Any, **more: Any) -> tuple[threading.Thread, list[Any]]:
+    got: list[Any] = []
+
+    def run() -> None:
+        with RolloutClient(server.url) as own:
+            try:
+                got.append(own.rollouts([[1], [2]], n=2, sampling_params=FOREVER, **more))
+            except Exception as error:
+                got.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, got
+
+
+@pytest.mark.parametrize("which", [{"request_id": "r"}, {"group": "g"}, {"session": "s"}, {"all": True}])
+def test_abort_returns_the_partials_to_the_caller(until: Until, server: Any, client: RolloutClient, which: dict[str, Any]) -> None:
+    thread, got = in_background(server, request_id="r", group="g", session="s")
+    until(lambda: server.running() == 4)
+    with pytest.raises(DuplicateRequest):
+        client.rollouts([[1]], request_id="r")
+    answer = client.abort(**which, reason="enough")
+    thread.join(5)
+    assert answer == {"changed": True, "request_ids": ["r"], "samples": 4}
+    assert {(s.finish_reason, s.abort_reason) for r in got[0].results for s in r.samples} == {("abort", "enough")}
+    assert client.abort(**which) == {"changed": False, "request_ids": [], "samples": 0}
+
+
+def test_abort_needs_exactly_one_choice(client: RolloutClient) -> None:
+    for which in ({}, {"group": "a", "all": True}, {"all": False}, {"group": 3}, {"everything": True}):
+        with pytest.raises(BadRequest):
+            client.abort(**which)
+
+
+def test_status_and_health_answer_while_it_works(until: Until, server: Any, client: RolloutClient) -> None:
+    thread, _ = in_background(server, request_id="busy")
+    until(lambda: server.running() == 4)
+    health = client.health()
+    assert (health["live"], health["ready"]) == (True, True)
+    assert client.status()["calls_in_flight"] == 1
+    client.abort(all=True)
+    thread.join(5)
+    page = httpx.get(f"{server.url}/metrics").text
+    assert "rollsync_running_samples" in page and 'finish_reason="abort"' in page
+    for line in page.splitlines():
+        assert line.startswith("#") or (len(line.rsplit(" ", 1)) == 2 and math.isfinite(float(line.rsplit(" ", 1)[1])))
+
+
+def test_many_calls_at_once_are_not_capped(server: Any) -> None:
+    async def run() -> list[int]:
+        async with AsyncRolloutClient(server.url) as client:
+            calls = (client.rollouts([[i % 90]], sampling_params={"max_tokens": 50}) for i in range(150))
+            results = asyncio.gather(*calls)
+            most = 0
+            while not results.done():
+                most = max(most, (await client.status())["calls_in_flight"])
+            return [most, *(len(r.results[0].samples[0].token_ids) for r in await results)]
+
+    most, *lengths = asyncio.run(run())
+    assert most > 100 and lengths == [50] * 150
+
+
+def test_async_client_streams_and_cancels(server: Any) -> None:
+    async def run() -> None:
+        async with AsyncRolloutClient(server.url) as client:
+            await client.wait_until_ready(5)
+            assert [i.prompt_index async for i in client.stream([[1], [2]], sampling_params={"max_tokens": 2})] == [0, 1]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.rollouts([[1]], sampling_params=FOREVER), 0.3)
+            end = time.monotonic() + 3
+            while (await client.status())["stats"]["running"]:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
+def test_openapi_lists_the_table(server: Any) -> None:
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    assert "deadline_s" in schemas["Rollouts"]["properties"] and "temperature" in schemas["SamplingParams"]["properties"]
+    assert schemas["SamplingParams"]["properties"]["top_k"]["description"]
