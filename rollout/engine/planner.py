@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import Counter
 
 from .block_manager import BlockManager
 from .runner_info import RunnerInfo
@@ -61,6 +62,10 @@ class Planner:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         """a heap; holds the first sample of a request until its prompt is prefilled, then those that found no room"""
+        self._num_dead = 0
+        """entries of the heap that ended while they waited"""
+        self._filling: Counter[bytes] = Counter()
+        """how many running sequences are to fill the block of a digest"""
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._flight: list[Sequence] | None = None
         self._chunks: dict[int, Chunk] = {}
@@ -69,7 +74,7 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """The next step; None if nothing is to be computed."""
         assert self._flight is None, "the last plan has no result yet"
-        if not self.running and not self._waiting:
+        if not self.running and len(self._waiting) == self._num_dead:
             return None
         plan = StepPlan(step=self.counters["steps"])
         self._flight, self._chunks, self._row_room = [], {}, MAX_FORCED_ROWS
@@ -189,38 +194,60 @@ class Planner:
         return children
 
     def _plan_waiting(self, plan: StepPlan) -> None:
-        """Admit from the front of the queue while slots, blocks and tokens last. Nobody passes one that does not fit."""
+        """Admit from the front of the queue while slots, blocks and tokens last. Nobody passes one that does not fit.
+
+        Who wants a block that somebody is just prefilling is put off until it is cached; a slot and a block are held for each.
+        """
         waiting = self._waiting
-        while waiting and len(plan.token_ids) < self.max_batch_tokens and len(self.running) < self.max_seqs and self.blocks.num_free:
+        put_off: list[tuple[tuple[int, int, int], Sequence]] = []
+        while waiting and len(plan.token_ids) < self.max_batch_tokens and self.blocks.num_free:
+            held = len(self.running) + len(put_off)
+            if held >= self.max_seqs:
+                break
             seq = waiting[0][1]
-            if not self._allocate(seq):
-                return
+            if seq.end is not None:
+                heapq.heappop(waiting)
+                self._num_dead -= 1
+                continue
+            hits, soon = self._look_up(seq)
+            if soon:
+                put_off.append(heapq.heappop(waiting))
+                continue
+            # One block per running sequence stays free, so that who comes in does not push somebody out at once.
+            if not self._allocate(seq, hits, headroom=held):
+                break
             heapq.heappop(waiting)
             self._enter(seq, plan)
             self._plan_chunk(seq, plan)
+        for entry in put_off:
+            heapq.heappush(waiting, entry)
 
-    def _allocate(self, seq: Sequence) -> bool:
-        """Blocks for all tokens that `seq` has, cached ones first; False (nothing changed) if they are not to be had now.
-
-        One block per running sequence stays free, so that who comes in does not push somebody out at once.
-        """
+    def _look_up(self, seq: Sequence) -> tuple[list[int], bool]:
+        """Cached blocks for the prefix of `seq`, and whether the next one is being prefilled."""
         blocks = self.blocks
         seq.start()
         if seq.epoch != blocks.epoch:
             seq.epoch = blocks.epoch
             seq.digests.clear()
-        hits: list[int] = []
-        if blocks.prefix_cache:
-            blocks.extend_digests(seq.digests, seq.tokens, len(seq.tokens) // blocks.block_tokens)
-            hits = blocks.match(seq.digests, (seq.next_row - 1) // blocks.block_tokens)
+        if not blocks.prefix_cache:
+            return [], False
+        blocks.extend_digests(seq.digests, seq.tokens, len(seq.tokens) // blocks.block_tokens)
+        limit = (seq.next_row - 1) // blocks.block_tokens
+        hits = blocks.match(seq.digests, limit)
+        return hits, len(hits) < limit and seq.digests[len(hits)] in self._filling
+
+    def _allocate(self, seq: Sequence, hits: list[int], headroom: int) -> bool:
+        """Blocks for all tokens that `seq` has; False (nothing changed) if they are not to be had now."""
+        blocks = self.blocks
         needed = -(-seq.num_to_feed // blocks.block_tokens)
-        table = blocks.take(hits, needed - len(hits), headroom=len(self.running))
+        table = blocks.take(hits, needed - len(hits), headroom)
         if table is None:
             return False
         seq.blocks = table
         seq.num_registered = len(hits)
         seq.num_computed = len(hits) * blocks.block_tokens
         seq.writable_end = needed * blocks.block_tokens
+        self._filling.update(seq.digests[len(hits) : seq.num_to_feed // blocks.block_tokens])
         if not seq.was_admitted:
             seq.was_admitted = True
             seq.cached_tokens = min(seq.num_computed, len(seq.request.prompt))
@@ -246,8 +273,19 @@ class Planner:
         seq.slot = -1
         self.blocks.release(seq.blocks)
         seq.blocks = []
+        self._settle(seq, len(seq.digests))
         seq.num_computed = seq.writable_end = seq.num_registered = 0
         seq.decoding = False
+
+    def _settle(self, seq: Sequence, end_block: int) -> None:
+        """Blocks of `seq` below `end_block` are not being prefilled any more: done, or given up."""
+        filling = self._filling
+        for digest in seq.digests[seq.num_registered : end_block]:
+            left = filling[digest] - 1
+            if left > 0:
+                filling[digest] = left
+            else:
+                filling.pop(digest, None)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the front of its kind in the queue, tokens kept, KV freed (full blocks stay findable while nobody needs them)."""

@@ -43,29 +43,24 @@ class Scheduler(Planner):
     def abort(self, doomed: Iterable[Request], reason: str) -> list[SampleOutput]:
         """End every unfinished sample of some requests, in whatever state, with what it has so far."""
         requests = list(doomed)
-        ids = {request.id for request in requests}
         end = Ending("abort", abort_reason=reason)
         outputs: list[SampleOutput] = []
-        if not ids:
-            return outputs
-        for seq in self.running:
-            if seq.request.id in ids:
-                self._leave(seq)
-                self._close(seq, end, outputs)
-        self.running = [seq for seq in self.running if seq.slot >= 0]
-        kept = []
-        for entry in self._waiting:
-            if entry[1].request.id in ids:
-                self.num_waiting -= 1
-                self._close(entry[1], end, outputs)
-            else:
-                kept.append(entry)
-        if len(kept) < len(self._waiting):
-            heapq.heapify(kept)
-            self._waiting = kept
         for request in requests:
+            for seq in list(request.sequences.values()):
+                if seq.slot >= 0:
+                    self._leave(seq)
+                else:
+                    self.num_waiting -= 1
+                    self._num_dead += 1
+                self._close(seq, end, outputs)
             self._close_pending(request, end, outputs)
-        self._instant = [request for request in self._instant if request.id not in ids]
+        self.running = [seq for seq in self.running if seq.slot >= 0]
+        if self._num_dead * 2 > len(self._waiting):
+            self._waiting = [entry for entry in self._waiting if entry[1].end is None]
+            heapq.heapify(self._waiting)
+            self._num_dead = 0
+        if self._instant:
+            self._instant = [request for request in self._instant if request.live]
         self.counters["aborted"] += len(outputs)
         return sorted(outputs, key=lambda output: (output.request_id, output.sample_index))
 
@@ -214,6 +209,7 @@ class Scheduler(Planner):
         full = seq.num_computed // blocks.block_tokens
         if blocks.prefix_cache and seq.epoch == blocks.epoch and full > seq.num_registered:
             blocks.extend_digests(seq.digests, seq.tokens, full)
+            self._settle(seq, full)
             for i in range(seq.num_registered, full):
                 blocks.register(seq.blocks[i], seq.digests[i])
             seq.num_registered = full
@@ -234,6 +230,7 @@ class Scheduler(Planner):
         seq.end = end
         outputs.append(sample_output(seq))
         request = seq.request
+        del request.sequences[seq.index]
         request.live -= 1
         if request.live == 0:
             del self.requests[request.id]

@@ -90,6 +90,7 @@ class Request:
         "prompt",
         "prompt_logprobs",
         "seed",
+        "sequences",
         "shared_columns",
         "spec",
         "stop_ids",
@@ -120,6 +121,8 @@ class Request:
         self.live = params.n
         self.pending = params.n
         self.next_index = 0
+        self.sequences: dict[int, Sequence] = {}
+        """samples begun and not ended, by index"""
         self.shared_columns: Columns | None = None
         """values of the given tokens, once the first sample has them"""
         self.given, self.given_end = self._cut_given(spec.continue_from or spec.forced_token_ids)
@@ -162,7 +165,7 @@ class Request:
 
     def next_sequence(self) -> Sequence:
         """The next of the n samples that has none yet."""
-        seq = Sequence(self, self.next_index)
+        seq = self.sequences[self.next_index] = Sequence(self, self.next_index)
         self.next_index += 1
         self.pending -= 1
         return seq

@@ -291,9 +291,10 @@ def test_abort_by_session_and_all() -> None:
 # Broken numbers and broken runners
 
 
+@pytest.mark.parametrize("max_batch_tokens", [6, 64])
 @pytest.mark.parametrize("n", [1, 3, 20])
-def test_nonfinite_logits_end_that_request_alone_and_poison_no_cache(n: int) -> None:
-    engine, runner = make(max_batch_tokens=64)
+def test_nonfinite_logits_end_that_request_alone_and_poison_no_cache(n: int, max_batch_tokens: int) -> None:
+    engine, runner = make(max_batch_tokens=max_batch_tokens)
     runner.nonfinite = lambda prefix: prefix[0] == 9 and len(prefix) >= 9
     engine.add_request(request("bad", [9] * 9, n=n, seed=1, **LONG))
     engine.add_request(request("good", [1] * 9, seed=1, **LONG))

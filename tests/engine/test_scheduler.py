@@ -24,8 +24,11 @@ def check(engine: Engine) -> None:
     assert len(set(slots)) == len(slots) and min(slots, default=0) >= 0
     assert len(slots) + len(scheduler._free_slots) == engine.config.scheduler.max_num_seqs
     assert scheduler.running == sorted(scheduler.running, key=lambda seq: seq.key)
-    waiting = len(scheduler._waiting) + sum(r.pending for r in scheduler.requests.values())
+    waiting = len(scheduler._waiting) - scheduler._num_dead + sum(r.pending for r in scheduler.requests.values())
     assert scheduler.num_waiting == waiting
+    assert scheduler._num_dead == sum(seq.end is not None for _, seq in scheduler._waiting)
+    unfilled = {digest for seq in scheduler.running for digest in seq.digests[seq.num_registered :]}
+    assert scheduler._filling.keys() <= unfilled, "somebody would wait for a block that nobody prefills"
 
 
 def run(engine: Engine, max_steps: int = 20000) -> list[SampleOutput]:
@@ -215,6 +218,29 @@ def test_repeated_prompt_hits_all_full_blocks_but_feeds_one_token() -> None:
     # Rows are needed from the first prompt token on, so nothing may come from the cache.
     engine.add_request(request("lp", prompt, ("prompt_logprobs",), max_tokens=1))
     assert run(engine)[0].cached_tokens == 0
+
+
+def test_equal_prompts_sent_apart_are_prefilled_once() -> None:
+    engine, runner = make(max_num_seqs=8, max_batch_tokens=16)
+    reqs = [request(f"r{i}", list(range(10, 50)), seed=i, max_tokens=2, ignore_eos=True) for i in range(5)]
+    other = request("other", [1, 2, 3], seed=1, max_tokens=2, ignore_eos=True)
+    for r in (*reqs, other):
+        engine.add_request(r)
+    outputs = {o.request_id: o for o in run(engine)}
+    for r in (*reqs, other):
+        expect(outputs[r.request_id], r, engine)
+    assert [outputs[r.request_id].cached_tokens for r in reqs] == [0, 36, 36, 36, 36]
+    assert sum(plan.num_tokens for plan in runner.plans) == (40 + 1) + 4 * (4 + 1) + (3 + 1)
+    assert 3 in runner.plans[2].counts  # who does not share it need not wait for it
+
+
+def test_waiting_for_a_prefill_ends_when_that_is_aborted() -> None:
+    engine, _ = make(max_batch_tokens=4)
+    for rid in ("a", "b", "c"):
+        engine.add_request(request(rid, list(range(10, 30)), seed=1, max_tokens=2))
+    engine.step()
+    engine.abort("a")
+    assert [o.cached_tokens for o in run(engine)] == [4, 16]
 
 
 def test_scored_rows_are_bounded_per_step() -> None:
