@@ -1,11 +1,14 @@
 """What the scheduler feeds, and to whom: order, budgets, sharing, preemption. Random walks against the oracle."""
 
 import random
+from dataclasses import asdict
 from typing import Any
 
+import msgpack
 import pytest
 from fake_runner import VOCAB, FakeMatcher, FakeRunner, make_info, oracle
 from rollsync import Engine, RolloutRequest, SampleOutput, SamplingParams
+from rollsync.rollout.engine.types import StepPlan
 
 COMPARED = (
     "token_ids", "logprobs", "temperature_logprobs", "model_logprobs", "entropy", "prompt_logprobs", "finish_reason", "stop_reason",
@@ -258,6 +261,15 @@ def test_block_updates_and_slot_setup_are_sent_only_on_change() -> None:
     run(engine)
     assert [len(plan.new_slots) for plan in runner.plans] == [1] + [0] * 8
     assert [len(plan.block_updates) for plan in runner.plans] == [1, 0, 1, 0, 0, 0, 1, 0, 0]
+
+
+def test_forked_siblings_report_the_cached_tokens_of_the_first() -> None:
+    engine, runner = make()
+    for rid, cached in (("a", 0), ("b", 8)):
+        engine.add_request(request(rid, list(range(10, 20)), n=3, max_tokens=4, seed=1))
+        assert [o.cached_tokens for o in run(engine)] == [cached] * 3
+    for plan in runner.plans:
+        assert StepPlan(**msgpack.unpackb(msgpack.packb(asdict(plan)))).token_ids == plan.token_ids
 
 
 def test_new_epoch_with_kept_kv_marks_later_tokens_and_caches_nothing_mixed() -> None:
