@@ -195,6 +195,7 @@ class _Settings:
             "timeout": httpx.Timeout(self.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
             "trust_env": False,
+            "verify": self.base_url.startswith("https:"),  # loading certificates takes longer than a call
         }
 
     def lost(self, error: httpx.HTTPError) -> ServerUnreachable:

@@ -177,11 +177,11 @@ def _replier(outbox: Outbox, number: int) -> Callable[[Any], None]:
 
 def real_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> EngineLike:
     """Import and build `Engine`, telling what goes on."""
-    progress("importing", 0.0)
+    progress("importing torch", 0.0)
     from .engine import Engine
+    from .model_runner import ModelRunner
 
-    progress("loading", 0.1)
-    return Engine(config)
+    return Engine(config, runner=ModelRunner(config, progress=progress))
 
 
 def _factory(path: str | None) -> Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]:

@@ -137,7 +137,7 @@ def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
     return build
 
 
-async def _on_rollsync_error(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     return error_reply(request, error)
 
 
@@ -154,7 +154,7 @@ def create_app(
     engine: EngineProcess, text: TextService, access: Access, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 ) -> FastAPI:
     """The application over one engine process. It starts and stops nothing."""
-    handlers: dict[Any, Handler] = {RollsyncError: _on_rollsync_error, HTTPException: _on_http_error}
+    handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, Exception: _on_error}
     app = FastAPI(title="Rollsync", version=version, docs_url=None, redoc_url=None, exception_handlers=handlers)
     app.state.service = RolloutService(engine, text)
     app.state.max_body_bytes = max_body_bytes

@@ -61,6 +61,7 @@ def status(service: RolloutService) -> dict[str, Any]:
         "calls_in_flight": len(service.in_flight),
         "info": snapshot.info,
         "stats": snapshot.stats,
+        "weights": {"version": snapshot.stats.get("weight_version"), "valid": engine.is_ready},
         "memory_bytes": {"front": memory_bytes(), "engine": snapshot.memory},
         "engine_pid": engine.pid,
     }

@@ -165,8 +165,8 @@ class EngineProcess:
         """Send a request; its outputs, or its error, go to `deliver` on this loop."""
         if self.dead is not None:
             raise EngineDead(self.dead)
-        self._waiters[request.request_id] = _Waiter(deliver, request.params.n)
         self._send("request", request.to_wire())
+        self._waiters[request.request_id] = _Waiter(deliver, request.params.n)
 
     def forget(self, request_id: str) -> bool:
         """Deliver nothing more for this request. True if it was still in flight."""
@@ -186,7 +186,8 @@ class EngineProcess:
     def abort_quietly(self, request_ids: list[str], reason: str) -> None:
         """Free requests nobody waits for; no reply is awaited."""
         if self.dead is None and request_ids:
-            self._send_command("abort", {"request_ids": request_ids, "reason": reason})
+            with contextlib.suppress(EngineDead):  # then nothing is left to free
+                self._send_command("abort", {"request_ids": request_ids, "reason": reason})
 
     async def stop(self, timeout_s: float = 4.0) -> None:
         """End the child: bye, then SIGTERM, then SIGKILL. Waiters get EngineDead."""
@@ -212,7 +213,10 @@ class EngineProcess:
                     await asyncio.wait_for(process.wait(), timeout_s)
 
     def _send(self, *message: Any) -> None:
-        self._to.send(msgpack.packb(message), zmq.NOBLOCK)
+        try:
+            self._to.send(msgpack.packb(message), zmq.NOBLOCK)
+        except zmq.Again:  # its socket is gone; its exit status will follow
+            raise EngineDead("the engine process has just ended") from None
 
     def _send_command(self, verb: str, args: dict[str, Any]) -> int:
         if self.dead is not None:

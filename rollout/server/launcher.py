@@ -97,6 +97,27 @@ def announcement(version: str, url: str, info: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
+class StartupProgress:
+    """Start-up on stderr: one line that is rewritten on a terminal, else a line per phase and quarter."""
+
+    def __init__(self) -> None:
+        self._last = ("", -1)
+        self._rewrites = sys.stderr.isatty()
+
+    def show(self, phase: str, done: float) -> None:
+        step = (phase, int(done * (100 if self._rewrites else 4)))
+        if step != self._last:
+            self._last = step
+            line = f"{phase} {done:.0%}"
+            sys.stderr.write(f"\r\x1b[K{line}" if self._rewrites else f"{line}\n")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._rewrites and self._last[0]:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 class _Server(uvicorn.Server):
     """Signals are the launcher's business."""
 
@@ -115,16 +136,14 @@ class Launcher:
         self._socket = bind(options.host, options.port)
         host = f"[{options.host}]" if ":" in options.host else options.host
         self._url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._show)
+        self._progress = StartupProgress()
+        self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._progress.show)
         app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes)
         self._server = _Server(
             uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3, backlog=BACKLOG)
         )
         self._signal: int | None = None
         self._wake = asyncio.Event()
-
-    def _show(self, phase: str, done: float) -> None:
-        print(f"{phase} {done:.0%}", file=sys.stderr, flush=True)
 
     def _on_signal(self, signum: int) -> None:
         if self._signal is not None:
@@ -152,6 +171,7 @@ class Launcher:
         await self._engine.start()
         loading = asyncio.create_task(self._engine.ready())
         await asyncio.wait({loading, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        self._progress.end()
         if loading.done():
             try:
                 info = loading.result()

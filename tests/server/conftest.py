@@ -104,7 +104,7 @@ def spawn_fixture() -> Callable[..., subprocess.Popen[str]]:
     return spawn
 
 
-@pytest.fixture(name="serving")
+@pytest.fixture(name="serving", scope="session")
 def serving_fixture() -> Callable[..., contextlib.AbstractContextManager[Server]]:
     return serving
 

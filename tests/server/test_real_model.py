@@ -1,0 +1,126 @@
+"""The server over a tiny real model: the same bits as in process, text included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollsync import Engine, RolloutClient, RolloutRequest, SampleOutput, SamplingParams
+from rollsync.rollout.cli import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+FLAGS = ("--load-format", "dummy", "--num-blocks", "64", "--block-tokens", "4", "--kernels", "reference", "--threads", "1")
+PARAMS = SamplingParams(n=3, seed=11, max_tokens=12, temperature=0.8)
+COLUMNS = ("model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json and a byte-level tokenizer; the weights are dummies."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["hello world"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<unk>", "<s>", "</s>"])
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path, serving: Any) -> Iterator[Any]:
+    with serving(*FLAGS, model=str(folder), factory=None) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def in_process(folder: Path) -> Iterator[Engine]:
+    with Engine(str(folder), load_format="dummy", num_blocks=64, block_tokens=4, kernels="reference", threads=1) as engine:
+        yield engine
+
+
+def run(engine: Engine, ids: list[int], include: tuple[str, ...] = ()) -> list[SampleOutput]:
+    engine.add_request(RolloutRequest(request_id="x", prompt_token_ids=tuple(ids), params=PARAMS, include=include))
+    finals: list[SampleOutput] = []
+    while engine.has_work:
+        finals += engine.step()
+    return sorted(finals, key=lambda o: o.sample_index)
+
+
+def test_http_gives_the_bits_of_the_engine(real: Any, in_process: Engine) -> None:
+    wanted = run(in_process, [5, 6, 7, 8, 9], COLUMNS)
+    with RolloutClient(real.url) as client:
+        result = client.rollouts([[5, 6, 7, 8, 9]], sampling_params=PARAMS, include=COLUMNS)
+        again = client.stream([[5, 6, 7, 8, 9]], sampling_params=PARAMS, include=COLUMNS)
+        streamed = sorted((i.sample for i in again if i.sample is not None), key=lambda s: s.index)
+    for samples in (result.results[0].samples, streamed):
+        assert [s.index for s in samples] == [0, 1, 2]
+        for sample, output in zip(samples, wanted, strict=True):
+            for name in ("token_ids", "logprobs", "finish_reason", "stop_reason", "seed", "weight_versions", *COLUMNS):
+                assert getattr(sample, name) == getattr(output, name), name
+
+
+def test_text_and_chats(real: Any, in_process: Engine) -> None:
+    tokenizer = in_process.tokenizer
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    with RolloutClient(real.url) as client:
+        result = client.rollouts(["hello world", chat, {"messages": [{"role": "user"}]}], sampling_params=PARAMS, include=["text"])
+    assert [r.prompt_token_ids for r in result.results[:2]] == [tokenizer.encode("hello world"), tokenizer.encode("user:hello;a:")]
+    for sample in result.results[0].samples:
+        assert sample.text == tokenizer.decode(sample.token_ids)
+    assert [s.token_ids for s in result.results[0].samples] == [o.token_ids for o in run(in_process, tokenizer.encode("hello world"))]
+
+
+def test_the_front_holds_a_tokenizer_but_no_torch(real: Any) -> None:
+    with RolloutClient(real.url) as client:
+        client.rollouts(["hello"], sampling_params={"max_tokens": 2}, include=["text"])
+        assert client.status()["memory_bytes"]["front"]["anonymous"] < 100 << 20
+    maps = Path(f"/proc/{real.process.pid}/maps").read_text()
+    assert "tokenizers" in maps and "libtorch" not in maps
+
+
+def test_limits_fail_their_own_item(real: Any) -> None:
+    with RolloutClient(real.url) as client:
+        result = client.rollouts([[1] * 127, [1] * 128, [1] * 300, [319], [320]], sampling_params={"max_tokens": 2})
+        assert [bool(r.error) for r in result.results] == [False, True, True, False, True]
+        assert result.results[0].samples[0].finish_reason == "length"
+        status = client.status()
+        assert status["stats"]["running"] == 0 and status["stats"]["free_blocks"] == status["info"]["num_blocks"]
+
+
+def test_an_aborted_partial_goes_on_to_the_same_end(real: Any) -> None:
+    params = {"seed": 4, "max_tokens": 20, "ignore_eos": True}
+    with RolloutClient(real.url) as client:
+        whole = client.rollouts([[9, 8, 7]], sampling_params=params).results[0].samples[0]
+        rest = client.rollouts([{"token_ids": [9, 8, 7], "continue_from": whole.token_ids[:7]}], sampling_params=params)
+    assert rest.results[0].samples[0].token_ids == whole.token_ids
+
+
+def test_generate_prints_text(folder: Path, in_process: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", str(folder), "--prompt", "hello", "--n", "3", "--max-tokens", "12", "--temperature", "0.8", "--sample-seed", "11"]
+    assert main([*argv, *FLAGS]) == 0
+    tokenizer = in_process.tokenizer
+    texts = [tokenizer.decode(o.token_ids) for o in run(in_process, tokenizer.encode("hello"))]
+    assert capsys.readouterr().out == "\n\n".join(texts) + "\n"
