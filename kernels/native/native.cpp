@@ -63,16 +63,18 @@ void norm_rows(const Op& op, const Step& st, int r0, int r1) {
   }
 }
 
-void copy_blocks(const Step& st, int i) {
-  memcpy(st.kv + st.copies[2 * i + 1] * st.kv_block_bytes, st.kv + st.copies[2 * i] * st.kv_block_bytes, st.kv_block_bytes);
+// One layer of every copy, in order: a later copy may write where an earlier one did.
+void copy_blocks(const Step& st, int layer) {
+  char* base = st.kv + layer * st.kv_layer_bytes;
+  for (int i = 0; i < st.num_copies; i++)
+    memcpy(base + st.copies[2 * i + 1] * st.kv_block_bytes, base + st.copies[2 * i] * st.kv_block_bytes, st.kv_layer_bytes);
 }
 
 struct Phase {
   const Op* op;
-  int kind;        // op kind, or SAMPLE for the second half of OP_LOGITS
+  int kind;        // op kind; the second half of OP_LOGITS is an OP_SAMPLE
   int items, row0, row1, per;
 };
-constexpr int SAMPLE = 100;
 
 struct alignas(64) Progress {
   std::atomic<int> next{0};
@@ -98,14 +100,15 @@ struct Run {
       case OP_LINEAR: add_linear(op, 0, rows, threads); break;
       case OP_ROPE_STORE: phases.push_back({&op, op.kind, s.num_runs, 0, 0, 1}); break;
       case OP_ATTENTION: phases.push_back({&op, op.kind, s.num_items * op.kv_heads, 0, 0, 1}); break;
-      case OP_COPY_BLOCKS: phases.push_back({&op, op.kind, s.num_copies, 0, 0, 1}); break;
+      case OP_COPY_BLOCKS: phases.push_back({&op, op.kind, s.num_copies ? s.num_layers : 0, 0, 0, 1}); break;
       case OP_LOGITS:
         for (int r = 0; r < s.num_rows; r += s.piece_rows) {
           int end = r + s.piece_rows < s.num_rows ? r + s.piece_rows : s.num_rows;
           add_linear(op, r, end, threads);
-          phases.push_back({&op, SAMPLE, end - r, r, end, 1});
+          phases.push_back({&op, OP_SAMPLE, end - r, r, end, 1});
         }
         break;
+      case OP_SAMPLE: phases.push_back({&op, op.kind, s.num_rows, 0, s.num_rows, 1}); break;
     }
   }
   // Items are (piece of rows) x (group of weight blocks): few rows, long groups, so that each reads one stretch of memory.
@@ -143,7 +146,7 @@ struct Run {
         }
         break;
       }
-      case SAMPLE: sample_row<T>(op, s, (const T*)s.logits + (int64_t)i * s.ld_logits, ph.row0 + i); break;
+      case OP_SAMPLE: sample_row<T>(op, s, (const T*)s.logits + (int64_t)i * s.ld_logits, ph.row0 + i); break;
     }
   }
 

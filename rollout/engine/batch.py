@@ -1,0 +1,184 @@
+"""StepPlan -> the arrays of a step. Pure: the same plan and slots give the same arrays.
+
+E entries (sequences fed this step), T tokens, R logits rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.step import StepArrays
+from .types import SlotInit, StepPlan
+
+Array = npt.NDArray[Any]
+
+KEY_BLOCK = 32
+"""keys the attention kernel takes at once, whatever the size of a page"""
+ITEM_ROWS = 48
+"""query rows of one attention work item: three tiles of 16"""
+LONG_KEYS = 4096
+"""beyond this an item takes one tile, so that its scores stay in the cache"""
+
+
+class Slots:
+    """What the runner keeps per slot while a sequence runs: its block table and how to sample its rows."""
+
+    def __init__(self, num_slots: int, tables: Array) -> None:
+        self.tables = tables
+        self.temperature = np.ones(num_slots, np.float64)
+        self.top_p = np.ones(num_slots, np.float64)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.sample_index = np.zeros(num_slots, np.uint32)
+        self.want = np.zeros(num_slots, np.uint8)
+        self.banned_until = np.zeros(num_slots, np.int64)
+        self.banned: list[tuple[int, ...]] = [()] * num_slots
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over the plan's new slots and block tables."""
+        for init in plan.new_slots:
+            self._init(init)
+        for slot, first, blocks in plan.block_updates:
+            self.tables[slot, first : first + len(blocks)] = blocks
+
+    def _init(self, init: SlotInit) -> None:
+        s = init.slot
+        self.temperature[s], self.top_p[s], self.min_p[s] = init.temperature, init.top_p, init.min_p
+        self.top_k[s], self.seed[s], self.sample_index[s] = init.top_k, init.seed, init.sample_index
+        self.want[s] = init.want_model_logprobs | init.want_entropy << 1
+        self.banned[s], self.banned_until[s] = init.banned_ids, init.banned_until if init.banned_ids else 0
+
+
+def _entry_order(starts: Array, counts: Array, slots: Array, tables: Array, block_tokens: int) -> Array:
+    """Entries so that decoding sequences with common leading blocks stand side by side, chunks last. Never changes a bit."""
+    single = counts == 1
+    if single.sum() < 2:
+        return np.arange(len(counts))
+    width = int(starts[single].max()) // block_tokens + 1
+    rows = tables[slots, :width]
+    keys = [(not one, row) for one, row in zip(single.tolist(), map(bytes, rows), strict=True)]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__))
+
+
+def _shared_keys(starts: Array, slots: Array, tables: Array, block_tokens: int) -> list[int]:
+    """Leading keys, in whole key blocks, that each sequence has in common with its successor."""
+    full = starts // block_tokens  # blocks that are full before this step's token
+    width = int(full.max()) if len(full) else 0
+    rows = tables[slots, :width]
+    same = (rows[:-1] == rows[1:]) & (np.arange(width) < np.minimum(full[:-1], full[1:])[:, None])
+    shared: list[int] = (np.minimum.accumulate(same, axis=1).sum(axis=1) * block_tokens // KEY_BLOCK).tolist()
+    return shared
+
+
+def _decode_items(first: int, starts: Array, shared: list[int], max_tokens: int, items: list[tuple[int, int, int, int]]) -> None:
+    """Cut neighbouring decodes into groups that share most of their keys."""
+    keys = (starts + 1).tolist()
+    begin, common = 0, 0
+    for i in range(1, len(keys) + 1):
+        if i < len(keys):
+            joint = shared[i - 1] if i - begin == 1 else min(common, shared[i - 1])
+            if joint > 0 and i - begin < max_tokens and joint * 4 >= common * 3:
+                common = joint
+                continue
+        items.append((first + begin, i - begin, common if i - begin > 1 else 0, max(keys[begin:i])))
+        begin, common = i, 0
+
+
+class BatchBuilder:
+    """Fills `arrays` from plans.
+
+    Args:
+        arrays: written in place.
+        slots: persistent rows; `slots.tables` is `arrays["tables"]`.
+        block_tokens: tokens per KV block.
+        heads_per_kv: query heads that share a KV head.
+        threads: of a step; few sequences are cut finer, so that all have work.
+    """
+
+    def __init__(self, arrays: StepArrays, slots: Slots, *, block_tokens: int, heads_per_kv: int, kv_heads: int, threads: int) -> None:
+        self._arrays, self._slots = arrays, slots
+        self._block_tokens, self._kv_heads, self._threads = block_tokens, kv_heads, threads
+        self._rep = heads_per_kv
+
+    def build(self, plan: StepPlan) -> None:
+        """Write one step. The plan's slots must have been applied."""
+        a, columns = self._arrays, self._arrays.columns
+        slots, starts = np.array(plan.slots, np.int32), np.array(plan.starts, np.int32)
+        counts = np.array(plan.counts, np.int32)
+        tables = self._slots.tables
+        order = _entry_order(starts, counts, slots, tables, self._block_tokens)
+        first_of_plan = np.cumsum(counts) - counts
+        slots, starts, counts = slots[order], starts[order], counts[order]
+        first = np.cumsum(counts) - counts
+        T = a.num_tokens = int(counts.sum())
+        within = np.arange(T, dtype=np.int32) - np.repeat(first, counts)
+        positions = np.repeat(starts, counts) + within
+        columns["ids"][:T] = np.array(plan.token_ids, np.int32)[np.repeat(first_of_plan[order], counts) + within]
+        columns["positions"][:T] = positions
+        columns["num_keys"][:T] = positions + 1
+        columns["token_slot"][:T] = np.repeat(slots, counts)
+        self._runs(positions, within, columns["token_slot"][:T])
+        self._items(starts, counts, slots, first)
+        a.num_copies = len(plan.copies)
+        if plan.copies:
+            columns["copies"][: a.num_copies] = plan.copies
+        entry_first = np.empty_like(first)
+        entry_first[order] = first
+        self._rows(plan, entry_first)
+
+    def _runs(self, positions: Array, within: Array, token_slot: Array) -> None:
+        unit = min(KEY_BLOCK, self._block_tokens)
+        first = np.flatnonzero((within == 0) | (positions % unit == 0))
+        n = self._arrays.num_runs = len(first)
+        runs = self._arrays["runs"][:n]
+        at = positions[first]
+        runs[:, 0] = first
+        runs[:, 1] = np.diff(first, append=len(positions))
+        runs[:, 2] = self._slots.tables[token_slot[first], at // self._block_tokens]
+        runs[:, 3] = at % self._block_tokens
+
+    def _items(self, starts: Array, counts: Array, slots: Array, first: Array) -> None:
+        items: list[tuple[int, int, int, int]] = []
+        num_decodes = int((counts == 1).sum())  # they come first
+        longest = int((starts + counts).max())
+        max_tokens = max(1, (ITEM_ROWS if longest <= LONG_KEYS else 16) // self._rep)
+        if num_decodes:
+            if len(counts) == num_decodes and num_decodes * self._kv_heads < 4 * self._threads * max_tokens:
+                max_tokens = max(1, num_decodes * self._kv_heads // (4 * self._threads))
+            shared = _shared_keys(starts[:num_decodes], slots[:num_decodes], self._slots.tables, self._block_tokens)
+            _decode_items(0, starts[:num_decodes], shared, max_tokens, items)
+        for start, count, t0 in zip(starts[num_decodes:].tolist(), counts[num_decodes:].tolist(), first[num_decodes:].tolist(), strict=True):
+            for i in range(0, count, max_tokens):
+                n = min(max_tokens, count - i)
+                keys = start + i + n
+                items.append((t0 + i, n, -(-keys // KEY_BLOCK), keys))
+        self._arrays.num_items = len(items)
+        self._arrays["items"][: len(items)] = items
+
+    def _rows(self, plan: StepPlan, entry_first: Array) -> None:
+        a, columns, s = self._arrays, self._arrays.columns, self._slots
+        R = a.num_rows = len(plan.row_entry)
+        if R == 0:
+            return
+        entry, offset = np.array(plan.row_entry), np.array(plan.row_offset)
+        slot = np.array(plan.row_slot)
+        columns["hidden_row"][:R] = entry_first[entry] + offset
+        position = np.array(plan.starts)[entry] + offset + 1
+        columns["row_position"][:R] = position
+        columns["forced"][:R] = plan.row_forced
+        for name in ("temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "want"):
+            columns[name][:R] = getattr(s, name)[slot]
+        bans = position < s.banned_until[slot]
+        if not bans.any():
+            columns["ban_offset"][: R + 1] = 0
+            return
+        lists = [s.banned[i] if ban else () for i, ban in zip(slot.tolist(), bans.tolist(), strict=True)]
+        columns["ban_offset"][1 : R + 1] = np.cumsum([len(ids) for ids in lists])
+        flat = [i for ids in lists for i in ids]
+        if len(flat) > len(columns["banned"]):
+            raise ValueError(f"a step bans {len(flat)} ids; the arrays hold {len(columns['banned'])}")
+        columns["banned"][: len(flat)] = flat

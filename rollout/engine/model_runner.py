@@ -1,0 +1,211 @@
+"""One rank on CPU: a loaded model, its KV pool, and the program that runs a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...kernels import native_lib
+from ...kernels.kv import KvLayout, NativeKv, ReferenceKv
+from ...kernels.program import NativeProgram, Program
+from ...kernels.reference_program import ReferenceProgram
+from ...kernels.step import StepArrays, StepLimits
+from ...kernels.weights import NativeWeights, ReferenceWeights
+from ..errors import ConfigError
+from ..models import decoder
+from ..models.config import DecoderConfig, load_decoder_config, resolve_model_path
+from ..models.layers import rope_tables
+from ..models.loader import cached_checkpoint, load_weights
+from .batch import BatchBuilder, Slots
+from .config import EngineConfig
+from .planner import MAX_FORCED_ROWS
+from .runner_info import RunnerInfo
+from .types import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""called with (phase, fraction done)"""
+
+_BANNED_IDS = 64
+"""room for banned ids per logits row, on average"""
+
+
+def available_memory() -> int:
+    """Bytes the system can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("the available memory cannot be read here: give cache.memory_bytes or cache.num_blocks")
+
+
+def choose_kernels(wanted: str | None) -> str:
+    """The kernel build to use.
+
+    Raises:
+        ConfigError: `wanted` is not compiled or does not run on this CPU.
+    """
+    available = native_lib.available_builds()
+    if wanted is None:
+        if available:
+            return available[0]
+        log.warning("no native CPU kernels: running the reference in plain torch, far slower. Install a C++ compiler and reinstall rollsync.")
+        return "reference"
+    if wanted != "reference" and wanted not in available:
+        raise ConfigError(f"kernels {wanted!r} do not run here (available: {', '.join([*available, 'reference'])})")
+    return wanted
+
+
+def _ignore(phase: str, fraction: float) -> None:
+    return None
+
+
+class ModelRunner:
+    """Loads what `config` names and executes step plans.
+
+    Args:
+        config: unresolved; `info.config` is the resolved one.
+        progress: told of the phases of loading.
+
+    Raises:
+        ConfigError: the model, or a setting for it, cannot be used here.
+    """
+
+    version = 0
+    """weight version of the next forward pass"""
+
+    def __init__(self, config: EngineConfig, *, progress: Progress = _ignore) -> None:
+        path = resolve_model_path(config.model)
+        if path.suffix == ".gguf" and config.load_format in ("auto", "gguf"):
+            path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
+        model = load_decoder_config(path)
+        kernels = choose_kernels(config.numerics.kernels)
+        config = self._resolve(config, model)
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        assert config.max_model_len and config.cache.num_blocks and config.numerics.threads
+        self._arrays = self._make_arrays(config)
+        self._slots = Slots(config.scheduler.max_num_seqs, self._arrays["tables"])
+        self._batch = BatchBuilder(
+            self._arrays,
+            self._slots,
+            block_tokens=config.cache.block_tokens,
+            heads_per_kv=model.num_heads // model.num_kv_heads,
+            kv_heads=model.num_kv_heads,
+            threads=config.numerics.threads,
+        )
+        layout = KvLayout(
+            num_blocks=config.cache.num_blocks,
+            block_tokens=config.cache.block_tokens,
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
+        self._build(config, model, kernels, layout)
+        load_format = config.load_format if config.load_format == "dummy" else "auto"
+        load_weights(
+            model, path, load_format, self.weights, dtype=dtype, progress=lambda done, total: progress("loading weights", done / max(total, 1))
+        )
+        self.info = RunnerInfo(
+            model=config.model,
+            num_blocks=layout.num_blocks,
+            block_tokens=layout.block_tokens,
+            max_model_len=config.max_model_len,
+            vocab_size=model.vocab_size,
+            embed_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            dtype=config.dtype or "",
+            kernels=kernels,
+            weight_bytes=self.weights.nbytes,
+            kv_bytes=layout.nbytes,
+            threads=config.numerics.threads,
+            config=config,
+        )
+
+    @staticmethod
+    def _resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+        dtype = config.dtype or ("float32" if model.dtype == "float32" else "bfloat16")
+        layout = KvLayout(
+            num_blocks=1,
+            block_tokens=config.cache.block_tokens,
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
+        )
+        return config.resolve(
+            checkpoint_dtype=model.dtype,
+            model_context=model.max_position_embeddings,
+            kv_bytes_per_block=layout.block_bytes,
+            available_bytes=available_memory(),
+        )
+
+    @staticmethod
+    def _make_arrays(config: EngineConfig) -> StepArrays:
+        rows = MAX_FORCED_ROWS + config.scheduler.max_num_seqs
+        assert config.max_model_len is not None
+        return StepArrays(
+            StepLimits(
+                tokens=config.scheduler.max_batch_tokens,
+                rows=rows,
+                slots=config.scheduler.max_num_seqs,
+                table_blocks=-(-config.max_model_len // config.cache.block_tokens),
+                banned=rows * _BANNED_IDS,
+            )
+        )
+
+    def _build(self, config: EngineConfig, model: DecoderConfig, kernels: str, layout: KvLayout) -> None:
+        specs = decoder.weight_specs(model)
+        assert config.max_model_len is not None and config.numerics.threads is not None
+        rope, k_shards = rope_tables(model, config.max_model_len, layout.dtype), config.numerics.k_shards
+        self.weights: NativeWeights | ReferenceWeights
+        self._kv: NativeKv | ReferenceKv
+        program: Program
+        if kernels == "reference":
+            self.weights, self._kv = ReferenceWeights(specs, layout.dtype), ReferenceKv(layout)
+            program = ReferenceProgram(
+                self.weights, self._arrays, self._kv, heads=model.num_heads, rope=rope, vocab_limit=model.vocab_size, k_shards=k_shards
+            )
+        else:
+            library = native_lib.load_build(kernels)
+            self.weights, self._kv = NativeWeights(library, specs, layout.dtype), NativeKv(layout)
+            program = NativeProgram(
+                library,
+                self.weights,
+                self._arrays,
+                self._kv,
+                heads=model.num_heads,
+                rope=rope,
+                vocab_limit=model.vocab_size,
+                k_shards=k_shards,
+                threads=config.numerics.threads,
+            )
+        decoder.record(program, model)
+        self._program = program
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One forward pass; one value per logits row of `plan`, in its order."""
+        self._slots.apply(plan)
+        self._batch.build(plan)
+        self._program.run()
+        a, R = self._arrays, self._arrays.num_rows
+        nonfinite = a["out_nonfinite"][:R]
+        return StepResult(
+            step=plan.step,
+            version=self.version,
+            token_ids=a["out_token"][:R].tolist(),
+            logprobs=a["out_logprob"][:R].tolist(),
+            temperature_logprobs=a["out_temperature_logprob"][:R].tolist(),
+            model_logprobs=a["out_model_logprob"][:R].tolist(),
+            entropy=a["out_entropy"][:R].tolist(),
+            nonfinite=nonfinite.nonzero()[0].tolist() if nonfinite.any() else [],
+        )
+
+    def close(self) -> None:
+        """Free the KV pool. The weights go with the object."""
+        self._kv.close()
+
+
