@@ -8,124 +8,41 @@
 from __future__ import annotations
 
 import asyncio
-import struct
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgpack  # type: ignore[import-untyped]
 
 from .engine.types import SamplingParams
-from .errors import RollsyncError
-from .wire import MSGPACK, PROTOCOL_VERSION, error_from_wire, is_array, pack_array, unpack_array
+from .errors import Overloaded, RollsyncError
+from .results import Frames, Prompt, PromptResult, RolloutResult, Sample, ServerUnreachable, StreamItem, parse_result, rollouts_body
+from .wire import MSGPACK, PROTOCOL_VERSION, error_from_wire
 
-Prompt = str | Sequence[int] | dict[str, Any]
-"""text, token ids, or a whole prompt object of `POST /v1/rollouts` ({"messages": …}, {"token_ids": …, "seed": …})"""
+__all__ = [
+    "AsyncRolloutClient",
+    "Prompt",
+    "PromptResult",
+    "ProtocolMismatch",
+    "RolloutClient",
+    "RolloutResult",
+    "Sample",
+    "ServerUnreachable",
+    "StreamItem",
+]
+
+
 CONNECT_TIMEOUT_S = 10.0
-
-
-class ServerUnreachable(RollsyncError):
-    """No answer from the server, or the connection broke; the message says from which address and how."""
-
-    status = 503
-    code = "unreachable"
+CALLS_PER_POOL = 64
 
 
 class ProtocolMismatch(RollsyncError):
     """Server and client are of versions that do not understand each other."""
 
     code = "protocol_mismatch"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One finished sample. The columns have equal length; those not asked for are None."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    stop_reason: int | str | None = None
-    abort_reason: str | None = None
-    error: str | None = None
-    weight_versions: list[dict[str, int]] = field(default_factory=list)
-    seed: int = 0
-    cached_tokens: int = 0
-    text: str | None = None
-    temperature_logprobs: list[float] | None = None
-    model_logprobs: list[float] | None = None
-    entropy: list[float] | None = None
-    prompt_logprobs: list[float | None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptResult:
-    """The samples of one prompt, by index, or the error that refused it."""
-
-    prompt_index: int
-    prompt_token_ids: list[int]
-    samples: list[Sample]
-    error: RollsyncError | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutResult:
-    """The answer to one call."""
-
-    id: str
-    model: str
-    results: list[PromptResult]
-    usage: dict[str, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamItem:
-    """One event of a stream: a finished sample of a prompt, or the error that refused that prompt."""
-
-    prompt_index: int
-    sample: Sample | None = None
-    error: RollsyncError | None = None
-
-
-_SAMPLE_FIELDS = {f.name for f in fields(Sample)}
-
-
-def _sample(wire: dict[str, Any]) -> Sample:
-    """Fields a newer server adds are passed over."""
-    values: dict[str, Any] = {k: unpack_array(v) if is_array(v) else v for k, v in wire.items() if k in _SAMPLE_FIELDS}
-    return Sample(**values)
-
-
-def _result(wire: dict[str, Any]) -> RolloutResult:
-    results = []
-    for item in wire["results"]:
-        error = error_from_wire(item["error"]) if "error" in item else None
-        ids = unpack_array(item["prompt_token_ids"]) if error is None else []
-        samples = [_sample(s) for s in item.get("samples", ())]
-        results.append(PromptResult(prompt_index=item["prompt_index"], prompt_token_ids=ids, samples=samples, error=error))
-    return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"])
-
-
-def _prompt(prompt: Prompt) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"text": prompt}
-    if isinstance(prompt, dict):
-        return prompt
-    ids = list(prompt)
-    fits = all(type(i) is int and -(1 << 31) <= i < 1 << 31 for i in ids)
-    return {"token_ids": pack_array("<i4", ids) if fits else ids}
-
-
-def rollouts_body(
-    prompts: Sequence[Prompt], n: int | None, sampling_params: SamplingParams | dict[str, Any] | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """The body of `POST /v1/rollouts`. `n` wins over `sampling_params.n`."""
-    params = sampling_params.to_wire() if isinstance(sampling_params, SamplingParams) else dict(sampling_params or {})
-    own_n = params.pop("n", 1)
-    body = {"prompts": [_prompt(p) for p in prompts], "n": own_n if n is None else n, "sampling_params": params}
-    return {**body, **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items() if v is not None}}
 
 
 def _decode(response: httpx.Response) -> Any:
@@ -137,44 +54,13 @@ def _checked(response: httpx.Response, accept: tuple[int, ...] = ()) -> Any:
     try:
         body = _decode(response)
     except ValueError:
+        if response.status_code == 503:
+            raise Overloaded(f"{response.request.url} has as many connections as it can hold: try again later") from None
         raise RollsyncError(f"{response.request.url} answered {response.status_code} with something that is not ours") from None
     if response.status_code >= 400 and response.status_code not in accept:
         wire = body.get("error") if isinstance(body, dict) else None
         raise error_from_wire(wire if isinstance(wire, dict) else {"code": "http", "message": f"{response.status_code}: {body}"})
     return body
-
-
-class _Frames:
-    """Length-prefixed msgpack frames out of chunks of bytes, as stream items."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self.done = False
-
-    def feed(self, chunk: bytes) -> Iterator[StreamItem]:
-        self._buffer += chunk
-        while len(self._buffer) >= 4:
-            (length,) = struct.unpack_from("<I", self._buffer)
-            if len(self._buffer) < 4 + length:
-                return
-            event = msgpack.unpackb(bytes(self._buffer[4 : 4 + length]))
-            del self._buffer[: 4 + length]
-            yield from self._item(event)
-
-    def _item(self, event: dict[str, Any]) -> Iterator[StreamItem]:
-        if event["event"] == "done":
-            self.done = True
-        elif event["event"] == "sample":
-            yield StreamItem(prompt_index=event["prompt_index"], sample=_sample(event["sample"]))
-        elif event["event"] == "error":
-            error = error_from_wire(event["error"])
-            if "prompt_index" not in event:
-                raise error
-            yield StreamItem(prompt_index=event["prompt_index"], error=error)
-
-    def finish(self) -> None:
-        if not self.done:
-            raise ServerUnreachable("the stream ended before its last event: the connection or the server was lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +79,7 @@ class _Settings:
             "base_url": self.base_url,
             "headers": headers,
             "timeout": httpx.Timeout(self.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=CALLS_PER_POOL, keepalive_expiry=30.0),
             "trust_env": False,
             "verify": self.base_url.startswith("https:"),  # loading certificates takes longer than a call
         }
@@ -261,7 +147,7 @@ class RolloutClient:
         """
         self._handshake()
         body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options})
-        return _result(self._call("POST", "/v1/rollouts", **_post(body)))
+        return parse_result(self._call("POST", "/v1/rollouts", **_post(body)))
 
     def stream(
         self,
@@ -274,7 +160,7 @@ class RolloutClient:
         """The same, each sample as soon as it is finished. Leaving the loop early frees the rest on the server."""
         self._handshake()
         body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options, "stream": True})
-        frames = _Frames()
+        frames = Frames()
         try:
             with self._http.stream("POST", "/v1/rollouts", **_post(body)) as response:
                 if response.status_code >= 400:
@@ -324,11 +210,26 @@ class AsyncRolloutClient:
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 3600.0) -> None:
         self._settings = _Settings(base_url.rstrip("/"), api_key, timeout_s)
-        self._http = httpx.AsyncClient(**self._settings.options())
+        self._pools: list[httpx.AsyncClient] = []
+        self._num_calls = 0
         self._checked_version = False
+        self._checking = asyncio.Lock()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        for pool in self._pools:
+            await pool.aclose()
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[httpx.AsyncClient]:
+        """A connection pool with few calls on it: httpx's work per call grows with the calls on its pool."""
+        index = self._num_calls // CALLS_PER_POOL
+        if index == len(self._pools):
+            self._pools.append(httpx.AsyncClient(**self._settings.options()))
+        self._num_calls += 1
+        try:
+            yield self._pools[index]
+        finally:
+            self._num_calls -= 1
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -338,14 +239,16 @@ class AsyncRolloutClient:
 
     async def _call(self, method: str, path: str, accept: tuple[int, ...] = (), **kw: Any) -> Any:
         try:
-            return _checked(await self._http.request(method, path, **kw), accept)
+            with self._pool() as http:
+                return _checked(await http.request(method, path, **kw), accept)
         except httpx.HTTPError as error:
             raise self._settings.lost(error) from error
 
     async def _handshake(self) -> None:
-        if not self._checked_version:
-            _check_protocol(await self.version())
-            self._checked_version = True
+        async with self._checking:
+            if not self._checked_version:
+                _check_protocol(await self.version())
+                self._checked_version = True
 
     async def rollouts(
         self,
@@ -358,7 +261,7 @@ class AsyncRolloutClient:
         """See `RolloutClient.rollouts`. Cancelling it frees the work on the server."""
         await self._handshake()
         body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options})
-        return _result(await self._call("POST", "/v1/rollouts", **_post(body)))
+        return parse_result(await self._call("POST", "/v1/rollouts", **_post(body)))
 
     async def stream(
         self,
@@ -371,15 +274,16 @@ class AsyncRolloutClient:
         """See `RolloutClient.stream`."""
         await self._handshake()
         body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options, "stream": True})
-        frames = _Frames()
+        frames = Frames()
         try:
-            async with self._http.stream("POST", "/v1/rollouts", **_post(body)) as response:
-                if response.status_code >= 400:
-                    await response.aread()
-                    _checked(response)
-                async for chunk in response.aiter_bytes():
-                    for item in frames.feed(chunk):
-                        yield item
+            with self._pool() as http:
+                async with http.stream("POST", "/v1/rollouts", **_post(body)) as response:
+                    if response.status_code >= 400:
+                        await response.aread()
+                        _checked(response)
+                    async for chunk in response.aiter_bytes():
+                        for item in frames.feed(chunk):
+                            yield item
         except httpx.HTTPError as error:
             raise self._settings.lost(error) from error
         frames.finish()

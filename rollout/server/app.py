@@ -69,8 +69,6 @@ async def rollouts(request: Request) -> Response:
         return StreamReply(service.streamed(ticket), ticket.close, wants_msgpack(request))
     try:
         body, status = await until_disconnect(request.receive, service.whole(ticket))
-    except ClientGone:
-        return Response(status_code=499)
     finally:
         ticket.close()
     return reply(request, body, status)
@@ -141,6 +139,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_reply(request, error)
 
 
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path} (routes: /openapi.json)"
@@ -154,7 +156,8 @@ def create_app(
     engine: EngineProcess, text: TextService, access: Access, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 ) -> FastAPI:
     """The application over one engine process. It starts and stops nothing."""
-    handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, Exception: _on_error}
+    handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, ClientGone: _on_client_gone}
+    handlers[Exception] = _on_error
     app = FastAPI(title="Rollsync", version=version, docs_url=None, redoc_url=None, exception_handlers=handlers)
     app.state.service = RolloutService(engine, text)
     app.state.max_body_bytes = max_body_bytes

@@ -23,6 +23,10 @@ from .guard import Access
 from .text import TextService
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""idle connections live longer here than in clients, so that a client never sends into one just closed"""
+SPARE_FILES = 96
+"""descriptors kept for everything that is not a connection; a connection too many gets a plain 503"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +77,12 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def raise_file_limit() -> None:
-    """Every connection is a descriptor: take as many as the system lets us."""
+def raise_file_limit() -> int:
+    """Every connection is a descriptor: take as many as the system lets us. Returns how many connections that allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
 
 
 def _size(num_bytes: float) -> str:
@@ -139,9 +144,18 @@ class Launcher:
         self._progress = StartupProgress()
         self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._progress.show)
         app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes)
-        self._server = _Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3, backlog=BACKLOG)
+        http = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=raise_file_limit(),
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=3,
+            backlog=BACKLOG,
         )
+        self._server = _Server(http)
         self._signal: int | None = None
         self._wake = asyncio.Event()
 
@@ -188,8 +202,6 @@ def serve(config: EngineConfig, options: ServeOptions, version: str, engine_fact
     """Run a server to its end and return the exit status. Raises ConfigError for what is wrong before it begins."""
 
     async def run() -> int:
-        launcher = Launcher(config, options, version, engine_factory)
-        raise_file_limit()
-        return await launcher.run()
+        return await Launcher(config, options, version, engine_factory).run()
 
     return asyncio.run(run())

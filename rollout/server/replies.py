@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The connection dropped before the reply was ready."""
+    """The connection dropped before the reply was ready; nobody reads what is answered now."""
 
 
 def wants_msgpack(request: Request) -> bool:
@@ -60,11 +60,14 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     size = int(declared) if declared.isdigit() else 0
     if size <= limit_bytes:
         size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit_bytes:
-                break
-            chunks.append(chunk)
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit_bytes:
+                    break
+                chunks.append(chunk)
+        except ClientDisconnect:
+            raise ClientGone from None
     if size > limit_bytes:
         raise BodyTooLarge(f"the body must be at most {limit_bytes} bytes (--max-body-bytes), got at least {size}")
     return b"".join(chunks)

@@ -93,6 +93,16 @@ def test_text_and_chats(real: Any, in_process: Engine) -> None:
     assert [s.token_ids for s in result.results[0].samples] == [o.token_ids for o in run(in_process, tokenizer.encode("hello world"))]
 
 
+def test_a_stop_string_ends_a_sample(real: Any) -> None:
+    params = {"seed": 5, "max_tokens": 30, "ignore_eos": True}
+    with RolloutClient(real.url) as client:
+        whole = client.rollouts(["hello"], sampling_params=params, include=["text"]).results[0].samples[0]
+        word = next(c for c in whole.text or "" if c.isascii() and c.isprintable())
+        cut = client.rollouts(["hello"], sampling_params={**params, "stop": [word]}, include=["text"]).results[0].samples[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", word) and word in (cut.text or "")
+    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids and len(cut.token_ids) < 30
+
+
 def test_the_front_holds_a_tokenizer_but_no_torch(real: Any) -> None:
     with RolloutClient(real.url) as client:
         client.rollouts(["hello"], sampling_params={"max_tokens": 2}, include=["text"])

@@ -149,6 +149,13 @@ def test_a_dropped_connection_frees_its_work(until: Until, server: Any, stream: 
     until(lambda: server.running() == 0, 3.0)
 
 
+def test_a_connection_that_ends_inside_its_body_is_nobodys_error(server: Any) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(f"POST /v1/rollouts HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\n{{".encode())
+    assert httpx.get(f"{server.url}/health").json() == {"ready": True}
+
+
 def in_background(server: Any, **more: Any) -> tuple[threading.Thread, list[Any]]:
     got: list[Any] = []
 
