@@ -149,7 +149,9 @@ struct Kept {
   bool holds(float zi, float e, int i) const { return (zi > z || (zi == z && i <= id)) && e >= min_e; }
 };
 
+// Ranks in order; -0 and 0 are equal, so that their ids decide.
 inline uint32_t sort_key(float z) {
+  z += 0.f;
   uint32_t u;
   memcpy(&u, &z, 4);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
@@ -246,7 +248,7 @@ struct RowOut {
   bool truncated(int limit) const { return (st.top_k[r] > 0 && st.top_k[r] < limit) || st.top_p[r] < 1.0 || st.min_p[r] > 0.f; }
 };
 
-inline float logprob_of(const float* z, float m, int64_t id, double ln) { return (float)(((double)z[id] - (double)m) - ln); }
+inline float logprob_of(float z, float m, double ln) { return (float)(((double)z - (double)m) - ln + 0.0); }  // a zero is +0
 
 // Draw by inverse CDF over the ids in order; `kept` and `e` only count when the row is truncated.
 inline int64_t draw_token(const Step& st, int r, const float* z, const float* e, float m, int limit, const uint64_t* blocks, uint64_t mass, bool truncated, const Kept& kept) {
@@ -298,9 +300,9 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
     if (truncated) mass = truncate(z, e, m, limit, padded, st.top_k[r], st.top_p[r], st.min_p[r], mass, kept);
     if (token < 0) token = draw_token(st, r, z, e, m, limit, blocks, mass, truncated, kept);
     bool in = z[token] > -__builtin_inff() && (!truncated || kept.holds(z[token], e[token], (int)token));
-    st.out_logprob[r] = in ? logprob_of(z, m, token, ln_mass(mass)) : -__builtin_inff();
+    st.out_logprob[r] = in ? logprob_of(z[token], m, ln_mass(mass)) : -__builtin_inff();
     float zt = to_float(logits[token]) * inv;
-    st.out_temperature_logprob[r] = (float)(((double)zt - (double)whole_m) - ln_mass(whole));
+    st.out_temperature_logprob[r] = logprob_of(zt, whole_m, ln_mass(whole));
   }
   st.out_nonfinite[r] = 0;
   st.out_token[r] = token;
@@ -310,7 +312,7 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
     scaled_row(logits, n, 1.f, z, whole_m);
     whole = total_mass(z, whole_m, padded, nullptr);
   }
-  if (want_model) st.out_model_logprob[r] = (float)(((double)to_float(logits[token]) - (double)whole_m) - ln_mass(whole));
+  if (want_model) st.out_model_logprob[r] = logprob_of(to_float(logits[token]), whole_m, ln_mass(whole));
 }
 
 }  // namespace
