@@ -156,7 +156,8 @@ def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     for part in parts.unbind(1):
         a = a + part * part if x_TD.dtype == torch.bfloat16 else fma32(part, part, a)
     v = hsum16((a[:, 0] + a[:, 1]) + (a[:, 2] + a[:, 3]))
-    r = torch.ones_like(v) / torch.sqrt(v / torch.full_like(v, width) + f32(eps))
+    mean = v / torch.full_like(v, width) + f32(eps)
+    r = torch.ones_like(v) / mean.double().sqrt().float()  # torch.sqrt of float32 may be MKL's, which is an ulp off now and then
     return round_to(round_to(x * r.unsqueeze(-1), x_TD.dtype).float() * weight_D.float(), x_TD.dtype)
 
 
