@@ -94,9 +94,11 @@ void rope_store_item(const Op& op, const Step& st, int index) {
     memset(pages.unit(block, sub, head), 0, pages.unit_elems() * sizeof(T));
   for (int i = 0; i < count; i++) {
     T* row = (T*)op.in + (first + i) * op.ld_in;
-    int64_t at = (int64_t)st.positions[first + i] * (hd / 2);
-    const T *cos = (const T*)st.cos + at, *sin = (const T*)st.sin + at;
-    for (int head = 0; head < op.heads + op.kv_heads; head++) rotate(row + head * hd, cos, sin, hd / 2);
+    if (st.cos) {
+      int64_t at = (int64_t)st.positions[first + i] * (hd / 2);
+      const T *cos = (const T*)st.cos + at, *sin = (const T*)st.sin + at;
+      for (int head = 0; head < op.heads + op.kv_heads; head++) rotate(row + head * hd, cos, sin, hd / 2);
+    }
     const T* k = row + op.heads * hd;
     const T* v = k + op.kv_heads * hd;
     for (int head = 0; head < op.kv_heads; head++)

@@ -12,6 +12,7 @@ enum OpKind : int32_t {
   OP_COPY_BLOCKS = 6, // KV block copies, all layers
   OP_LOGITS = 7,      // head linear and sampler over hidden panels, in pieces of `piece_rows`
   OP_PANELS = 8,      // in (rows) -> out (panels)
+  OP_SAMPLE = 9,      // sampler over given logits, num_rows of them
 };
 enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_FLOAT = 3 };
 
@@ -36,7 +37,7 @@ struct Step {
   char* kv;
   int64_t kv_block_bytes, kv_layer_bytes;
   int32_t block_tokens, num_layers;
-  const void* cos;  // [P, head_dim / 2], dtype
+  const void* cos;  // [P, head_dim / 2], dtype; null: OP_ROPE_STORE only stores
   const void* sin;
   int32_t num_runs, num_items, num_copies, table_stride;
   const int32_t* runs;        // [num_runs][4]: first token, tokens, block, offset; within one unit of min(32, block_tokens)
