@@ -89,7 +89,7 @@ def _log_mass(total: int) -> float:
 
 
 def _logprob(masses: _Masses, token: int, total: int) -> float:
-    return (masses.z_V[token].item() - masses.peak) - _log_mass(total)
+    return (masses.z_V[token].item() - masses.peak) - _log_mass(total) + 0.0  # a zero is +0
 
 
 def _entropy(masses: _Masses) -> float:
@@ -166,6 +166,18 @@ def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> tuple[int, float
     return token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan
 
 
+def check_rows(logits_RV: Tensor, rows: SamplerRows) -> None:
+    """Raise the ValueError of `sample` if the columns do not fit the logits."""
+    num_rows, vocab = logits_RV.shape
+    lengths = {len(getattr(rows, name)) for name in SamplerRows.__slots__ if name != "vocab_limit"}
+    if lengths != {num_rows}:
+        raise ValueError(f"sample: {num_rows} logits rows need columns of that length, got lengths {sorted(lengths)}")
+    if not 0 < rows.vocab_limit <= vocab:
+        raise ValueError(f"sample: vocab_limit must be in [1, {vocab}], got {rows.vocab_limit}")
+    if num_rows and not (int(rows.forced.min()) >= -1 and int(rows.forced.max()) < vocab):
+        raise ValueError(f"sample: forced ids must be in [-1, {vocab}), got {int(rows.forced.min())} to {int(rows.forced.max())}")
+
+
 def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
     """Choose and score one token per row; a row's result depends on that row alone.
 
@@ -176,14 +188,8 @@ def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
     Raises:
         ValueError: a column has another length, or a forced id lies outside the vocabulary.
     """
-    num_rows, vocab = logits_RV.shape
-    lengths = {len(getattr(rows, name)) for name in SamplerRows.__slots__ if name != "vocab_limit"}
-    if lengths != {num_rows}:
-        raise ValueError(f"sample: {num_rows} logits rows need columns of that length, got lengths {sorted(lengths)}")
-    if not 0 < rows.vocab_limit <= vocab:
-        raise ValueError(f"sample: vocab_limit must be in [1, {vocab}], got {rows.vocab_limit}")
-    if num_rows and not (int(rows.forced.min()) >= -1 and int(rows.forced.max()) < vocab):
-        raise ValueError(f"sample: forced ids must be in [-1, {vocab}), got {int(rows.forced.min())} to {int(rows.forced.max())}")
+    check_rows(logits_RV, rows)
+    num_rows = logits_RV.shape[0]
     token, nonfinite = np.maximum(rows.forced, 0).astype(np.int64), np.ones(num_rows, dtype=np.bool_)
     floats = np.full((4, num_rows), np.nan, dtype=np.float32)
     for r in range(num_rows):

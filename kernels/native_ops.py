@@ -1,0 +1,331 @@
+"""Single ops of a native build on plain CPU tensors: what the trainer's side, tests and the self-test call.
+
+Each is a program of one to three ops, so its bits are the engine's. Shape letters: T rows or query tokens, D width, N outputs of a
+linear or query heads, K inputs of a linear or KV heads, H head size, L keys, R logits rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import native_lib as nl
+from .kv import KvLayout
+from .reference_sampler import SampleResult, SamplerRows, check_rows
+from .spec import effective_shards
+from .step import StepArrays, StepLimits
+
+DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+MAX_SHARDS = 16
+"""partial sums a native linear has room for"""
+_ITEM_TOKENS = 16
+
+
+def _check(name: str, ok: bool, problem: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}: {problem}")
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedLinear:
+    """A linear layer in the layout of one native build's kernels."""
+
+    data: Tensor
+    bias: Tensor | None
+    """float32, padded to whole blocks of outputs"""
+    n: int
+    k: int
+    shards: int
+    """partial sums over K taken, after `effective_shards`"""
+    gate_up: bool
+
+
+class _Panels:
+    """Rows as the input of a linear (native/linear.h)."""
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
+        self.num_rows, self.width = num_rows, width
+        self.tensor = torch.zeros(_up(num_rows, 32), _up(width, 32), dtype=dtype)
+
+    def rows(self) -> Tensor:
+        tensor = self.tensor
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.view(-1, tensor.shape[1] // 32, 16, 32).transpose(1, 2).reshape(tensor.shape)
+        return tensor[: self.num_rows, : self.width].contiguous()
+
+
+class _Pages:
+    """Where contiguous key rows go: `shared_tokens` leading keys of every sequence, then each sequence's own keys."""
+
+    def __init__(self, shared_tokens: int, lengths: Sequence[int], block_tokens: int) -> None:
+        counts = [shared_tokens // block_tokens, *(-(-length // block_tokens) for length in lengths)]
+        ends = list(accumulate(counts))
+        self.num_blocks = ends[-1]
+        ids = np.random.default_rng(0).permutation(self.num_blocks)  # no result may hang on their order
+        parts = np.split(ids, ends[:-1])
+        self.tables = np.zeros((len(lengths), max(counts[0] + max(counts[1:]), 1)), np.int32)
+        for row, part in zip(self.tables, parts[1:], strict=True):
+            row[: counts[0] + len(part)] = [*parts[0], *part]
+        unit, runs, row0 = min(32, block_tokens), [], 0
+        for blocks, length in zip(parts, [shared_tokens, *lengths], strict=True):
+            runs += [(row0 + i, min(unit, length - i), blocks[i // block_tokens], i % block_tokens) for i in range(0, length, unit)]
+            row0 += length
+        self.runs = np.array(runs, np.int32).reshape(-1, 4)
+
+
+def _items(sequences: list[int], num_keys: list[int], shared_tokens: int, counts: Sequence[int] | None) -> list[tuple[int, int, int, int]]:
+    """(first token, tokens, leading key blocks they share, most keys) of each piece of attention work."""
+    if counts is None:
+        lengths = [len(list(group)) for _, group in groupby(sequences)]
+        counts = [min(_ITEM_TOKENS, length - i) for length in lengths for i in range(0, length, _ITEM_TOKENS)]
+    items = []
+    for a, b in pairwise(accumulate(counts, initial=0)):
+        most = max(num_keys[a:b])
+        shared = -(-most // 32) if len(set(sequences[a:b])) == 1 else min(shared_tokens, most) // 32
+        items.append((a, b - a, shared, most))
+    return items
+
+
+def _check_heads(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> None:
+    heads, kv_heads = q_TNH.shape[1], k_LKH.shape[1]
+    _check("attention", k_LKH.shape == v_LKH.shape and k_LKH.shape[2] == q_TNH.shape[2], "k and v must both be [L, K, H]")
+    _check("attention", q_TNH.dtype == k_LKH.dtype == v_LKH.dtype, "q, k and v must have one dtype")
+    _check("attention", heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+
+
+class NativeOps:
+    """The ops of one native build, on `threads` threads. Inputs are bfloat16 or float32 on the CPU, outputs have their dtype."""
+
+    def __init__(self, library: nl.NativeLibrary, threads: int = 1) -> None:
+        self.library, self.threads = library, threads
+
+    def _run(self, step: nl.Step, *ops: nl.Op) -> None:
+        self.library.run((nl.Op * len(ops))(*ops), 0, len(ops), step, self.threads)
+
+    def _op(self, kind: int, dtype: torch.dtype, **fields: Any) -> nl.Op:
+        _check("native ops", dtype in DTYPES, f"{dtype} is not bfloat16 or float32")
+        return nl.Op(**{"kind": kind, "dtype": DTYPES[dtype], "w": 0, "bias": -1, "shards": 1, **fields})
+
+    def pack_linear(self, w_NK: Tensor, bias_N: Tensor | None = None, shards: int = 1, gate_up: bool = False) -> PackedLinear:
+        """Lay out a weight for `linear`, or with `gate_up` (gate rows, then as many up rows) for `linear_silu_mul`.
+
+        Args:
+            w_NK: [N, K].
+            bias_N: [N], dtype of `w_NK`; not with `gate_up`.
+            shards: the `k_shards` setting for a row-parallel layer, 1 for any other.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or more than 16 partial sums would be taken.
+        """
+        _check("pack_linear", w_NK.ndim == 2 and w_NK.dtype in DTYPES, f"{w_NK.dtype} {[*w_NK.shape]} is no bfloat16 or float32 matrix")
+        n, k = w_NK.shape
+        count = effective_shards(k, shards)
+        _check("pack_linear", count <= MAX_SHARDS, f"at most {MAX_SHARDS} partial sums, shards = {shards} takes {count}")
+        _check("pack_linear", not gate_up or (n % 2 == 0 and bias_N is None and count == 1), "gate_up takes an even N, no bias, one shard")
+        w_NK, code = w_NK.contiguous(), DTYPES[w_NK.dtype]
+        data = torch.zeros(self.library.packed_elems(code, n, k, gate_up), dtype=w_NK.dtype)
+        self.library.pack(code, data.data_ptr(), w_NK.data_ptr(), k, n, k, gate_up, 0, n, 0, k)
+        bias = None
+        if bias_N is not None:
+            _check("pack_linear", bias_N.shape == (n,) and bias_N.dtype == w_NK.dtype, f"the bias must be [{n}] {w_NK.dtype}")
+            bias = torch.zeros(_up(n, 32))
+            bias[:n] = bias_N
+        return PackedLinear(data=data, bias=bias, n=n, k=k, shards=count, gate_up=gate_up)
+
+    def unpack_linear(self, packed: PackedLinear) -> Tensor:
+        """The weight again, bit for bit: [N, K]."""
+        out = torch.empty(packed.n, packed.k, dtype=packed.data.dtype)
+        n, k = packed.n, packed.k
+        self.library.unpack(DTYPES[out.dtype], packed.data.data_ptr(), out.data_ptr(), k, n, k, packed.gate_up, 0, n, 0, k)
+        return out
+
+    def _linear(self, x_TK: Tensor, packed: PackedLinear, epilogue: int, out: Tensor) -> None:
+        x_TK, panels = x_TK.contiguous(), _Panels(x_TK.shape[0], packed.k, x_TK.dtype)
+        address = panels.tensor.data_ptr()
+        table = (ctypes.c_void_p * 2)(packed.data.data_ptr(), None if packed.bias is None else packed.bias.data_ptr())
+        self._run(
+            nl.Step(num_tokens=x_TK.shape[0], weights=ctypes.addressof(table)),
+            self._op(nl.OP_PANELS, x_TK.dtype, k=packed.k, in_=x_TK.data_ptr(), ld_in=packed.k, out=address),
+            self._op(
+                nl.OP_LINEAR, x_TK.dtype, bias=-1 if packed.bias is None else 1, n=packed.n, k=packed.k, shards=packed.shards,
+                epilogue=epilogue, in_=address, out=out.data_ptr(), ld_out=packed.n,
+            ),
+        )  # fmt: skip
+
+    def linear(self, x_TK: Tensor, packed: PackedLinear, *, residual_TN: Tensor | None = None) -> Tensor:
+        """`x W^T + bias`, and with a residual `residual + round(that)`: [T, N].
+
+        Raises:
+            ValueError: K, the dtype or the residual's shape differs, or the weight is a gate_up.
+        """
+        self._check_input("linear", x_TK, packed, False)
+        if residual_TN is None:
+            out, epilogue = torch.empty(x_TK.shape[0], packed.n, dtype=x_TK.dtype), nl.EP_STORE
+        else:
+            want = (x_TK.shape[0], packed.n)
+            _check("linear", residual_TN.shape == want and residual_TN.dtype == x_TK.dtype, f"the residual must be {[*want]} {x_TK.dtype}")
+            out, epilogue = residual_TN.clone(memory_format=torch.contiguous_format), nl.EP_RESIDUAL
+        self._linear(x_TK, packed, epilogue, out)
+        return out
+
+    def linear_silu_mul(self, x_TK: Tensor, packed: PackedLinear) -> Tensor:
+        """`silu(x Wgate^T) * (x Wup^T)`, N counting both: [T, N / 2]. Errors as for `linear`."""
+        self._check_input("linear_silu_mul", x_TK, packed, True)
+        out = _Panels(x_TK.shape[0], packed.n // 2, x_TK.dtype)
+        self._linear(x_TK, packed, nl.EP_SILU_MUL, out.tensor)
+        return out.rows()
+
+    @staticmethod
+    def _check_input(name: str, x_TK: Tensor, packed: PackedLinear, gate_up: bool) -> None:
+        _check(name, packed.gate_up == gate_up, f"the weight was packed with gate_up={packed.gate_up}")
+        fits = x_TK.ndim == 2 and x_TK.shape[1] == packed.k and x_TK.dtype == packed.data.dtype
+        _check(name, fits, f"{x_TK.dtype} {[*x_TK.shape]} does not meet a {packed.data.dtype} weight {[packed.n, packed.k]}")
+
+    def rmsnorm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """As `reference.rmsnorm`: [T, D].
+
+        Raises:
+            ValueError: D or the dtype differs.
+        """
+        fits = x_TD.ndim == 2 and x_TD.shape[1:] == weight_D.shape and x_TD.dtype == weight_D.dtype
+        _check("rmsnorm", fits, f"{x_TD.dtype} {[*x_TD.shape]} does not meet a weight {weight_D.dtype} {[*weight_D.shape]}")
+        x_TD, weight_D = x_TD.contiguous(), weight_D.contiguous()
+        (num_rows, width) = x_TD.shape
+        out = _Panels(num_rows, width, x_TD.dtype)
+        table = (ctypes.c_void_p * 1)(weight_D.data_ptr())
+        op = self._op(nl.OP_RMSNORM, x_TD.dtype, k=width, eps=eps, in_=x_TD.data_ptr(), ld_in=width, out=out.tensor.data_ptr())
+        self._run(nl.Step(num_tokens=num_rows, weights=ctypes.addressof(table)), op)
+        return out.rows()
+
+    def rope(self, x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor) -> Tensor:
+        """As `reference.rope`; the tables' row t is that of token t: [T, N, H].
+
+        Raises:
+            ValueError: the tables' shape or dtype does not fit.
+        """
+        num_tokens, heads, head_size = x_TNH.shape
+        want = (num_tokens, head_size // 2)
+        fits = cos_TH2.shape == sin_TH2.shape == want and cos_TH2.dtype == sin_TH2.dtype == x_TNH.dtype
+        _check("rope", fits, f"tables must be {[*want]} {x_TNH.dtype}, got {[*cos_TH2.shape]}, {[*sin_TH2.shape]}")
+        out, cos_TH2, sin_TH2 = x_TNH.clone(memory_format=torch.contiguous_format), cos_TH2.contiguous(), sin_TH2.contiguous()
+        positions = np.arange(num_tokens, dtype=np.int32)
+        runs = np.array([(t, min(32, num_tokens - t), 0, 0) for t in range(0, num_tokens, 32)], np.int32).reshape(-1, 4)
+        step = nl.Step(
+            positions=positions.ctypes.data, cos=cos_TH2.data_ptr(), sin=sin_TH2.data_ptr(), block_tokens=32,
+            num_runs=len(runs), runs=runs.ctypes.data,
+        )  # fmt: skip
+        self._run(step, self._op(nl.OP_ROPE_STORE, out.dtype, in_=out.data_ptr(), ld_in=heads * head_size, heads=heads, head_dim=head_size))
+        return out
+
+    def attention(
+        self,
+        q_TNH: Tensor,
+        k_LKH: Tensor,
+        v_LKH: Tensor,
+        num_keys_T: Tensor,
+        scale: float,
+        *,
+        first_key_T: Tensor | None = None,
+        sequence_T: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        shared_tokens: int = 0,
+        block_tokens: int = 32,
+        item_tokens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Attention of tokens over the keys of their sequences, through temporary pages: [T, N * H].
+
+        Key rows are the `shared_tokens` that open every sequence, then the own keys of each. Token t sees keys
+        `first_key_T[t] <= j < num_keys_T[t]` of sequence `sequence_T[t]`, j counted from the sequence's first key.
+
+        Args:
+            q_TNH: [T, N, H]; keys rotated already, as q.
+            k_LKH, v_LKH: [L, K, H], dtype of `q_TNH`; N is a multiple of K.
+            num_keys_T, first_key_T, sequence_T: [T] integers; by default from key 0 on, of sequence 0.
+            lengths: own keys of each sequence, in order; by default one sequence has them all.
+            shared_tokens: a multiple of `block_tokens`.
+            block_tokens: page size, a power of two. No bit depends on it.
+            item_tokens: how many tokens in a row are walked together, in order. No bit depends on it.
+
+        Raises:
+            ValueError: the shapes do not fit, or a token sees no key or more than its sequence has.
+        """
+        _check_heads(q_TNH, k_LKH, v_LKH)
+        (num_tokens, _, head_size), (length, kv_heads, _) = q_TNH.shape, k_LKH.shape
+        lengths = [length - shared_tokens] if lengths is None else list(lengths)
+        sequences = [0] * num_tokens if sequence_T is None else sequence_T.tolist()
+        first = [0] * num_tokens if first_key_T is None else first_key_T.tolist()
+        num_keys = num_keys_T.tolist()
+        _check("attention", shared_tokens + sum(lengths) == length, f"{shared_tokens} shared and {lengths} own keys are not {length} rows")
+        _check("attention", len(num_keys) == len(first) == len(sequences) == num_tokens, f"columns must have {num_tokens} entries")
+        _check("attention", all(0 <= s < len(lengths) for s in sequences), f"sequences must be in [0, {len(lengths)})")
+        _check("attention", block_tokens > 0 and block_tokens & (block_tokens - 1) == 0, f"block_tokens {block_tokens} is no power of two")
+        _check("attention", shared_tokens % block_tokens == 0, f"{shared_tokens} shared keys do not fill blocks of {block_tokens}")
+        seen = zip(first, num_keys, sequences, strict=True)
+        ok = all(0 <= f < n <= shared_tokens + lengths[s] for f, n, s in seen)
+        _check("attention", ok, "each token must see at least one key, and of its own sequence")
+        pages = _Pages(shared_tokens, lengths, block_tokens)
+        items = _items(sequences, num_keys, shared_tokens, item_tokens)
+        _check("attention", sum(i[1] for i in items) == num_tokens, f"item_tokens must add up to {num_tokens}")
+        arrays = StepArrays(
+            StepLimits(tokens=max(num_tokens, len(pages.runs)), rows=0, slots=len(lengths), table_blocks=pages.tables.shape[1], banned=0)
+        )
+        arrays["tables"][:], arrays["runs"][: len(pages.runs)], arrays["items"][: len(items)] = pages.tables, pages.runs, items or 0
+        for name, column in (("num_keys", num_keys), ("first_key", first), ("token_slot", sequences)):
+            arrays[name][:num_tokens] = column
+        arrays.num_runs, arrays.num_items = len(pages.runs), len(items)
+        layout = KvLayout(
+            num_blocks=pages.num_blocks, block_tokens=block_tokens, num_layers=1, kv_heads=kv_heads, head_dim=head_size, dtype=q_TNH.dtype
+        )
+        return self._attend(q_TNH.contiguous(), torch.cat([k_LKH, v_LKH], dim=1), arrays, layout, scale)
+
+    def _attend(self, q_TNH: Tensor, kv_L2KH: Tensor, arrays: StepArrays, layout: KvLayout, scale: float) -> Tensor:
+        num_tokens, heads, head_size = q_TNH.shape
+        memory, out = self._page_memory(layout), _Panels(num_tokens, heads * head_size, q_TNH.dtype)
+        step = nl.Step(
+            kv=memory.data_ptr(), kv_block_bytes=layout.block_bytes, kv_layer_bytes=layout.layer_bytes, block_tokens=layout.block_tokens,
+            num_layers=1, table_stride=arrays["tables"].shape[1], num_runs=arrays.num_runs, num_items=arrays.num_items,
+            **{name: arrays[name].ctypes.data for name in ("runs", "items", "num_keys", "first_key", "token_slot", "tables")},
+        )  # fmt: skip
+        sizes = {"kv_heads": layout.kv_heads, "head_dim": head_size}
+        self._run(
+            step,
+            self._op(nl.OP_ROPE_STORE, q_TNH.dtype, in_=kv_L2KH.data_ptr(), ld_in=kv_L2KH[0].numel(), heads=0, **sizes),
+            self._op(
+                nl.OP_ATTENTION, q_TNH.dtype, in_=q_TNH.data_ptr(), ld_in=heads * head_size, out=out.tensor.data_ptr(),
+                heads=heads, scale=scale, **sizes,
+            ),
+        )  # fmt: skip
+        return out.rows()
+
+    def _page_memory(self, layout: KvLayout) -> Tensor:
+        return torch.zeros(layout.nbytes, dtype=torch.uint8)
+
+    def sample(self, logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
+        """As `reference.sample`, errors too."""
+        check_rows(logits_RV, rows)
+        logits_RV = logits_RV.contiguous()
+        (num_rows, vocab), offsets = logits_RV.shape, list(accumulate(map(len, rows.banned), initial=0))
+        arrays = StepArrays(StepLimits(tokens=0, rows=num_rows, slots=0, table_blocks=0, banned=offsets[-1]))
+        for name in ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced"):
+            arrays[name][:] = getattr(rows, name)
+        arrays["row_position"][:] = rows.position
+        arrays["want"][:] = rows.want_model + 2 * rows.want_entropy.astype(np.uint8)
+        arrays["ban_offset"][:] = offsets
+        arrays["banned"][: offsets[-1]] = [i for ids in rows.banned for i in ids]
+        step = nl.Step(num_rows=num_rows, logits=logits_RV.data_ptr(), ld_logits=vocab, piece_rows=num_rows, vocab_limit=rows.vocab_limit)
+        for name, column in arrays.columns.items():
+            setattr(step, name, column.ctypes.data)
+        self._run(step, self._op(nl.OP_SAMPLE, logits_RV.dtype, n=vocab))
+        outputs: dict[str, Any] = {name: arrays["out_" + name] for name in SampleResult.__slots__ if name != "nonfinite"}
+        return SampleResult(**outputs, nonfinite=arrays["out_nonfinite"].astype(np.bool_))
