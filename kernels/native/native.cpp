@@ -36,7 +36,8 @@ void embed_rows(const Op& op, const Step& st, int t0, int t1) {
 template <class T>
 void panel_rows(const Op& op, int t0, int t1) {
   for (int t = t0; t < t1; t++)
-    for (int c = 0; c < op.k; c++) *panel_at((T*)op.out, ceil_div(op.k, 32), t, c) = ((const T*)op.in)[t * op.ld_in + c];
+    for (int c = 0; c < op.k; c += 32)
+      memcpy(panel_at((T*)op.out, ceil_div(op.k, 32), t, c), (const T*)op.in + t * op.ld_in + c, (op.k - c < 32 ? op.k - c : 32) * sizeof(T));
 }
 
 template <class T>
