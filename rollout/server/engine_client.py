@@ -106,6 +106,7 @@ class EngineProcess:
         self._last_words: collections.deque[str] = collections.deque(maxlen=12)
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
+        self._folder: str | None = None
         names = ("progress", "ready", "failed", "outputs", "rejected", "reply", "stats", "beat", "dead")
         self._handlers: dict[str, Callable[..., None]] = {name: getattr(self, f"_got_{name}") for name in names}
 
@@ -202,7 +203,8 @@ class EngineProcess:
             self._to.close()
             self._from.close()
             self._context.term()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _end_child(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
         for act in (process.terminate, process.kill):
@@ -278,6 +280,9 @@ class EngineProcess:
         self.snapshot.stats = stats
 
     def _got_beat(self, phase: str, age_s: float, steps: int, memory: dict[str, int]) -> None:
+        if self._folder is not None:  # both sides are connected: nothing more needs the names, and no kill can leave them behind
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
         now = self.snapshot
         now.phase, now.phase_age_s, now.steps, now.memory, now.beat_at = phase, age_s, steps, memory, time.monotonic()
 

@@ -43,15 +43,15 @@ def waiters(server: Any, until: Until, count: int = 3) -> tuple[list[threading.T
     return threads, got
 
 
-def test_the_front_has_no_torch_and_the_line_says_all(serving: Any) -> None:
-    with serving() as server:
-        assert server.line.startswith("Rollsync ") and server.line.count("\n") == 1
-        for part in ("listening on http://127.0.0.1:", "model fake", "bfloat16", "KV 2,048 tokens (1.0 MiB)", "kernels none, 1 threads"):
-            assert part in server.line
-        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
-        assert "libtorch" not in maps and "/torch/" not in maps
-        status = httpx.get(f"{server.url}/v1/engine/status").json()
-        assert status["state"] == "running" and status["memory_bytes"]["front"]["anonymous"] < 100 << 20
+def check_front(server: Any) -> None:
+    """The announcement says all, and the front is light."""
+    assert server.line.startswith("Rollsync ") and server.line.count("\n") == 1
+    for part in ("listening on http://127.0.0.1:", "model fake", "bfloat16", "KV 2,048 tokens (1.0 MiB)", "kernels none, 1 threads"):
+        assert part in server.line
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libtorch" not in maps and "/torch/" not in maps
+    status = httpx.get(f"{server.url}/v1/engine/status").json()
+    assert status["state"] == "running" and status["memory_bytes"]["front"]["anonymous"] < 100 << 20
 
 
 def test_killed_engine_is_told_to_every_waiter(serving: Any, until: Until) -> None:
@@ -80,10 +80,14 @@ def test_a_step_that_raises_is_told_with_its_words(serving: Any, until: Until, a
         until(lambda: not alive(pid), 3.0)
 
 
-def test_a_killed_front_leaves_no_engine(serving: Any, until: Until, alive: Alive) -> None:
+def test_a_killed_front_leaves_nothing(
+    serving: Any, until: Until, alive: Alive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serving() as server:
         threads, got = waiters(server, until, 2)
         pid = server.engine_pid
+        until(lambda: not [name for name in os.listdir(tmp_path) if name.startswith("rollsync-")])
         os.kill(server.process.pid, signal.SIGKILL)
         until(lambda: not alive(pid), 5.0)
         for thread in threads:
@@ -94,6 +98,7 @@ def test_a_killed_front_leaves_no_engine(serving: Any, until: Until, alive: Aliv
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_everything(serving: Any, until: Until, alive: Alive, signum: int, code: int) -> None:
     with serving() as server:
+        check_front(server)
         threads, got = waiters(server, until)
         pid, port = server.engine_pid, int(server.url.rsplit(":", 1)[1])
         server.process.send_signal(signum)
@@ -133,8 +138,9 @@ def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive) -> None:
 
 
 def test_a_load_that_fails_is_one_line_and_not_zero(spawn: Any) -> None:
-    for model, text in (("fake-fail-load", "error: config.json: architecture Fake is not supported"), ("fake-crash-load", "no such luck")):
-        out, err = (process := spawn(model=model)).communicate(timeout=20)
+    models = {"fake-fail-load": "error: config.json: architecture Fake is not supported", "fake-crash-load": "no such luck"}
+    for process, text in [(spawn(model=model), text) for model, text in models.items()]:
+        out, err = process.communicate(timeout=20)
         assert process.returncode == 1 and out == "" and text in err.splitlines()[-1], err
 
 
