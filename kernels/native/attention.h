@@ -4,6 +4,7 @@
 // H is padded to 32. Blocks of 32 or more tokens hold whole units; smaller ones hold plain rows, from which units are put
 // together before use, so every block size gives the same bits.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "linear.h"
@@ -38,10 +39,21 @@ struct Pages {
   }
 };
 
-inline int64_t k_offset(bf16*, int hp, int h, int key) { return (int64_t)(h / 32 * 2 + key / 16) * 512 + (h % 32 / 2) * 32 + (key % 16) * 2 + h % 2; }
-inline int64_t v_offset(bf16*, int hp, int h, int key) { return (int64_t)(h / 16) * 512 + (key / 2) * 32 + (h % 16) * 2 + key % 2; }
-inline int64_t k_offset(float*, int hp, int h, int key) { return (int64_t)h * 32 + key; }
-inline int64_t v_offset(float*, int hp, int h, int key) { return (int64_t)key * hp + h; }
+// One key into a unit's layout. bf16 moves pairs of h at once.
+inline void put_k(bf16* unit, int hp, int key, const bf16* k, int head_dim) {
+  bf16* at = unit + (key / 16) * 512 + (key % 16) * 2;
+  for (int h = 0; h < head_dim; h += 32, at += 1024)
+    for (int p = 0, pairs = head_dim - h < 32 ? (head_dim - h) / 2 : 16; p < pairs; p++) memcpy(at + p * 32, k + h + 2 * p, 4);
+}
+inline void put_k(float* unit, int hp, int key, const float* k, int head_dim) {
+  for (int h = 0; h < head_dim; h++) unit[h * 32 + key] = k[h];
+}
+inline void put_v(bf16* unit, int hp, int key, const bf16* v, int head_dim) {
+  bf16* at = unit + (key / 2) * 32 + key % 2;
+  for (int h = 0; h < head_dim; h += 16, at += 512)
+    for (int i = 0, n = head_dim - h < 16 ? head_dim - h : 16; i < n; i++) at[2 * i] = v[h + i];
+}
+inline void put_v(float* unit, int hp, int key, const float* v, int head_dim) { memcpy(unit + (int64_t)key * hp, v, head_dim * sizeof(float)); }
 
 template <class T>
 inline void put_key(T* unit, int hp, bool whole, int key, const T* k, const T* v, int head_dim) {
@@ -50,10 +62,8 @@ inline void put_key(T* unit, int hp, bool whole, int key, const T* k, const T* v
     memcpy(unit + (int64_t)key * hp * 2 + hp, v, head_dim * sizeof(T));
     return;
   }
-  for (int h = 0; h < head_dim; h++) {
-    unit[k_offset(unit, hp, h, key)] = k[h];
-    unit[32 * (int64_t)hp + v_offset(unit, hp, h, key)] = v[h];
-  }
+  put_k(unit, hp, key, k, head_dim);
+  put_v(unit + 32 * (int64_t)hp, hp, key, v, head_dim);
 }
 
 template <class T>
@@ -323,6 +333,7 @@ void attention_item(const Op& op, const Step& st, int index) {
   auto table = [&](int t) { return st.tables + (int64_t)st.token_slot[t0 + t] * st.table_stride; };
   auto keys = [&](int t) { return st.num_keys[t0 + t]; };
   auto first = [&](int t) { return st.first_key[t0 + t]; };
+  auto own_begin = [&](int t) { return std::max(shared, first(t) / 32); };
   gather_units(pages, table(nt - 1), head, 0, shared, it[3], units, spare);
   // [begin, end) of the shared blocks that rows r .. r + m of a tile see
   auto shared_range = [&](int r, int m, int& begin, int& end) {
@@ -347,9 +358,10 @@ void attention_item(const Op& op, const Step& st, int index) {
     for (int i = r; i < r + m; i++) {
       int t = i / rep, own = ceil_div(keys(t), 32);
       if (own > shared && i % rep == 0) {  // this token's own pages: all its heads at once
-        gather_units(pages, table(t), head, shared, own, keys(t), units, spare);
+        int from = own_begin(t);
+        gather_units(pages, table(t), head, from, own, keys(t), units, spare);
         for (int g = 0; g < rep; g += 16)
-          score_rows(q + (int64_t)(i + g) * hp, rep - g < 16 ? rep - g : 16, units + shared, own - shared, hp, s + (i + g) * width + shared * 32, width);
+          score_rows(q + (int64_t)(i + g) * hp, std::min(rep - g, 16), units + from, own - from, hp, s + (i + g) * width + from * 32, width);
       }
     }
     for (int i = r; i < r + m; i++) {
@@ -361,10 +373,11 @@ void attention_item(const Op& op, const Step& st, int index) {
   for (int t = 0; t < nt; t++) {
     int own = ceil_div(keys(t), 32);
     if (own > shared) {
-      T* again = spare - (plain ? (int64_t)(own - shared) * 64 * hp : 0);
-      gather_units(pages, table(t), head, shared, own, keys(t), units, again);
+      int from = own_begin(t);
+      T* again = spare - (plain ? (int64_t)(own - from) * 64 * hp : 0);
+      gather_units(pages, table(t), head, from, own, keys(t), units, again);
       for (int g = 0; g < rep; g += 16)
-        value_rows(p + ((int64_t)t * rep + g) * width + shared * 32, width, rep - g < 16 ? rep - g : 16, units + shared, own - shared, hp,
+        value_rows(p + ((int64_t)t * rep + g) * width + from * 32, width, std::min(rep - g, 16), units + from, own - from, hp,
                    acc + ((int64_t)t * rep + g) * hp);
     }
     for (int g = 0; g < rep; g++)

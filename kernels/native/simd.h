@@ -64,6 +64,8 @@ inline v16 scale2(v16 p, v16 n) {
 }
 inline bool any_nan(v16 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
 inline unsigned equal_mask(v16 a, v16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+inline unsigned at_least_mask(v16 a, v16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+inline v16 replace_equal(v16 a, v16 what, v16 by) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, what.v, _CMP_EQ_OQ), a.v, by.v)}; }
 inline v16 first_lanes(v16 a, int n, float other) { return {_mm512_mask_blend_ps((__mmask16)((1u << n) - 1), _mm512_set1_ps(other), a.v)}; }
 // A row of interleaved pairs: 16 even elements, 16 odd elements.
 inline void load_pairs(const bf16* p, v16& even, v16& odd) {
@@ -119,6 +121,10 @@ inline bool any_nan(v16 a) {
 }
 inline unsigned equal_mask(v16 a, v16 b) {
   return mask8(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ)) | mask8(_mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ)) << 8;
+}
+inline unsigned at_least_mask(v16 a, v16 b) { return mask8(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)) | mask8(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ)) << 8; }
+inline v16 replace_equal(v16 a, v16 what, v16 by) {
+  return {_mm256_blendv_ps(a.lo, by.lo, _mm256_cmp_ps(a.lo, what.lo, _CMP_EQ_OQ)), _mm256_blendv_ps(a.hi, by.hi, _mm256_cmp_ps(a.hi, what.hi, _CMP_EQ_OQ))};
 }
 inline v16 first_lanes(v16 a, int n, float other) {
   alignas(32) float t[16];
