@@ -57,7 +57,7 @@ def _entry_order(starts: Array, counts: Array, slots: Array, tables: Array, bloc
     """Entries so that decoding sequences with common leading blocks stand side by side, chunks last. Never changes a bit."""
     single = counts == 1
     if single.sum() < 2:
-        return np.arange(len(counts))
+        return np.argsort(~single, kind="stable")  # a chunk of one token counts as a decode, and need not be planned first
     width = int(starts[single].max()) // block_tokens + 1
     rows = tables[slots, :width]
     keys = [(not one, row) for one, row in zip(single.tolist(), map(bytes, rows), strict=True)]
