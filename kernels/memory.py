@@ -16,7 +16,8 @@ class Region:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._map: mmap.mmap | None = mmap.mmap(-1, size + _HUGE)
+        # Private: shared mappings, mmap's default, get no huge pages.
+        self._map: mmap.mmap | None = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._offset = -start % _HUGE
         self.address = start + self._offset

@@ -184,9 +184,11 @@ class NativeProgram:
 
     def logits_and_sample(self, x: _Buffer, weight: str) -> None:
         n, k = self._shape(weight)
-        ld = -(-n // 32) * 32
+        # An odd number of cache lines per row: columns of a power-of-two stride would all fall into the same few cache sets.
+        line = 64 // self._dtype.itemsize
+        ld = (-(-n // 32) * 32 // line | 1) * line
         piece = min(max(self.LOGITS_BYTES // (ld * self._dtype.itemsize) // 32 * 32, 32), -(-self._arrays.limits.rows // 32) * 32)
-        out = self._buffer("logits", ld, panels=False, rows=piece)
+        out = self._buffer("logits", max(ld, -(-n // 32) * 32), panels=False, rows=piece)
         self.step.logits, self.step.ld_logits, self.step.piece_rows = out.address, out.ld, piece
         self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, out=out.address, ld_out=out.ld, rows_mode=1)
 

@@ -27,6 +27,11 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
+// Ask for memory that is needed soon: most of decoding is waiting for pages nobody has read since the last step.
+inline void prefetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T0);
+}
+
 template <class T>
 struct Pages {
   const Step& st;
@@ -54,6 +59,16 @@ inline void put_v(bf16* unit, int hp, int key, const bf16* v, int head_dim) {
     for (int i = 0, n = head_dim - h < 16 ? head_dim - h : 16; i < n; i++) at[2 * i] = v[h + i];
 }
 inline void put_v(float* unit, int hp, int key, const float* v, int head_dim) { memcpy(unit + (int64_t)key * hp, v, head_dim * sizeof(float)); }
+
+// The lines that one key's values go to.
+inline void prefetch_key(const bf16* unit, int hp, int key) {
+  for (int h = 0; h < hp; h += 32) prefetch(unit + (h / 32 * 2 + key / 16) * 512, 1024);
+  for (int h = 0; h < hp; h += 16) prefetch(unit + 32 * (int64_t)hp + h / 16 * 512 + key / 2 * 32, 64);
+}
+inline void prefetch_key(const float* unit, int hp, int key) {
+  for (int h = 0; h < hp; h++) prefetch(unit + h * 32 + key, 64);
+  prefetch(unit + 32 * (int64_t)hp + (int64_t)key * hp, hp * 4);
+}
 
 template <class T>
 inline void put_key(T* unit, int hp, bool whole, int key, const T* k, const T* v, int head_dim) {
@@ -100,6 +115,10 @@ void rope_store_item(const Op& op, const Step& st, int index) {
   int hd = op.head_dim, hp = round_up(hd, 32);
   Pages<T> pages{st, op.layer, op.kv_heads, hp};
   int unit_tokens = pages.unit_tokens(), sub = offset / unit_tokens, key0 = offset % unit_tokens;
+  if (index + 2 < st.num_runs && st.block_tokens >= 32) {
+    const int32_t* next = run + 8;
+    for (int head = 0; head < op.kv_heads; head++) prefetch_key(pages.unit(next[2], next[3] / 32, head), hp, next[3] % 32);
+  }
   for (int head = 0; head < op.kv_heads && key0 == 0 && count < unit_tokens; head++)
     memset(pages.unit(block, sub, head), 0, pages.unit_elems() * sizeof(T));
   for (int i = 0; i < count; i++) {
@@ -335,6 +354,12 @@ void attention_item(const Op& op, const Step& st, int index) {
   auto first = [&](int t) { return st.first_key[t0 + t]; };
   auto own_begin = [&](int t) { return std::max(shared, first(t) / 32); };
   gather_units(pages, table(nt - 1), head, 0, shared, it[3], units, spare);
+  // The last unit of a sequence, which only it reads.
+  auto prefetch_own = [&](int token) {
+    int last = (st.num_keys[token] - 1) / 32, per = st.block_tokens / 32;
+    if (!plain) prefetch(pages.unit(st.tables[(int64_t)st.token_slot[token] * st.table_stride + last / per], last % per, head), 64 * hp * sizeof(T));
+  };
+  if (nt == 1 && t0 + 1 < st.num_tokens) prefetch_own(t0 + 1);
   // [begin, end) of the shared blocks that rows r .. r + m of a tile see
   auto shared_range = [&](int r, int m, int& begin, int& end) {
     begin = num_blocks;
@@ -359,6 +384,7 @@ void attention_item(const Op& op, const Step& st, int index) {
       int t = i / rep, own = ceil_div(keys(t), 32);
       if (own > shared && i % rep == 0) {  // this token's own pages: all its heads at once
         int from = own_begin(t);
+        if (t + 1 < nt) prefetch_own(t0 + t + 1);
         gather_units(pages, table(t), head, from, own, keys(t), units, spare);
         for (int g = 0; g < rep; g += 16)
           score_rows(q + (int64_t)(i + g) * hp, std::min(rep - g, 16), units + from, own - from, hp, s + (i + g) * width + from * 32, width);
