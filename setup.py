@@ -6,6 +6,7 @@ same and runs on kernels/reference.py, slowly.
 
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -23,8 +24,8 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             f"rollsync.kernels.native._{name}",
-            sources=[f"kernels/native/{name}.cpp"],
-            depends=[f"kernels/native/{h}" for h in HEADERS],
+            sources=[str(NATIVE / f"{name}.cpp")],
+            depends=SHARED,
             extra_compile_args=COMMON + flags,
             language="c++",
             optional=True,

