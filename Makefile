@@ -41,7 +41,7 @@ types: $(VENV)/.dev .tree/rollsync
 	@MYPYPATH=.tree $(VENV)/bin/mypy -p rollsync
 
 layers: $(VENV)/.dev .tree/rollsync
-	@PYTHONPATH=.tree $(VENV)/bin/lint-imports
+	@PYTHONPATH=.tree $(VENV)/bin/lint-imports --no-logo
 	@$(PY) -m pytest tests/test_layers.py
 
 bench: $(VENV)/.native $(VENV)/.model  ## run the benchmarks (see benchmarks/)

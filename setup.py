@@ -15,7 +15,8 @@ AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
 BUILDS = {"avx2": AVX2, "avx512": AVX512, "amx": AMX}
-HEADERS = ["simd.h", "program.h", "linear.h", "attention.h", "mass.h", "truncate.h", "sampler.h", "native.cpp"]
+NATIVE = Path("kernels/native")
+SHARED = [*map(str, sorted(NATIVE.glob("*.h"))), str(NATIVE / "native.cpp")]
 
 
 def extensions() -> list[Extension]:
