@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...kernels import native_lib
+from ...kernels.fingerprint import failed_probes, numerics_fingerprint
 from ...kernels.kv import KvLayout, NativeKv, ReferenceKv
 from ...kernels.program import NativeProgram, Program
 from ...kernels.reference_program import ReferenceProgram
@@ -59,6 +60,22 @@ def choose_kernels(wanted: str | None) -> str:
     return wanted
 
 
+def check_build(kernels: str, k_shards: int) -> str:
+    """The numerics fingerprint of a build, once it is known to compute what the specification says.
+
+    Raises:
+        ConfigError: it computes something else; names the ops, and the builds to take instead.
+    """
+    library = None if kernels == "reference" else native_lib.load_build(kernels)
+    if wrong := failed_probes(library):
+        others = [build for build in (*native_lib.available_builds(), "reference") if build != kernels]
+        raise ConfigError(
+            f"the {kernels} kernels give other bits than the specification in {', '.join(wrong)}: rebuild them, or choose others "
+            f"with --kernels (available: {', '.join(others)})"
+        )
+    return numerics_fingerprint(library, k_shards)
+
+
 def _ignore(phase: str, fraction: float) -> None:
     return None
 
@@ -83,6 +100,7 @@ class ModelRunner:
             path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
         model = load_decoder_config(path)
         kernels = choose_kernels(config.numerics.kernels)
+        fingerprint = check_build(kernels, config.numerics.k_shards)
         config = self._resolve(config, model)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         assert config.max_model_len and config.cache.num_blocks and config.numerics.threads
@@ -123,6 +141,7 @@ class ModelRunner:
             kv_bytes=layout.nbytes,
             threads=config.numerics.threads,
             config=config,
+            fingerprint=fingerprint,
         )
 
     @staticmethod

@@ -39,6 +39,8 @@ class RunnerInfo:
     """CPU threads of a step"""
     config: EngineConfig
     """the configuration with every default filled in"""
+    fingerprint: str = ""
+    """numerics fingerprint (kernels/fingerprint.py): runners with equal ones give equal bits"""
 
 
 class Runner(Protocol):

@@ -1,0 +1,220 @@
+"""The numerics fingerprint: what a build computes on fixed inputs, as one short string. Equal fingerprints promise equal bits.
+
+The specification (docs/numerics.md) fixes every op's result, so every build and the reference have the same digests, and those are
+written down here: a build that miscompiles shows when it is loaded. Inputs are made of integers, never by a library's random or
+transcendental functions. Rotary tables are torch's business and no part of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from . import reference as ref
+from .native_lib import NativeLibrary
+from .native_ops import NativeOps
+from .reference_sampler import SampleResult, SamplerRows
+from .spec import SPEC_VERSION
+
+EXPECTED = {
+    "linear/bfloat16": "7c2b4a7860ff",
+    "linear/float32": "45221fa5796a",
+    "linear_shards/bfloat16": "ab9b1cd890e1",
+    "linear_shards/float32": "79599aaeac64",
+    "silu_mul/bfloat16": "452824380737",
+    "silu_mul/float32": "895b7ea3ca2e",
+    "rmsnorm/bfloat16": "39c6f96b4029",
+    "rmsnorm/float32": "33b0e5b27ca2",
+    "rope/bfloat16": "d74426f7aa10",
+    "rope/float32": "16bc52157e42",
+    "attention/bfloat16": "04399c658d03",
+    "attention/float32": "248ecb783dfb",
+    "sample/bfloat16": "e27bc76453c4",
+    "sample/float32": "b266772062df",
+}
+"""of specification version 1; a change of any digest is a new version"""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SHARDS = (1, 2, 4, 8, 16)
+
+
+class _Numbers:
+    """Reproducible values from splitmix64 (Steele, Lea and Flood 2014)."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed << 32
+
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
+        z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(self._state)) * np.uint64(0x9E3779B97F4A7C15)
+        self._state += count
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    def values(self, *shape: int, binades: int = 3) -> Tensor:
+        """Float32 with full mantissas, both signs, and magnitudes from 2**-binades to 2."""
+        z = self.words(int(np.prod(shape)))
+        mantissa = (z >> np.uint64(41)).astype(np.float64) * 2.0**-23 + 1.0
+        exponent = ((z >> np.uint64(8)) % np.uint64(binades + 1)).astype(np.int64)
+        signed = np.ldexp(mantissa, -exponent) * np.where(z & np.uint64(1), -1.0, 1.0)
+        return torch.from_numpy(signed.astype(np.float32)).view(*shape)
+
+    def cancelling(self, rows: int, width: int, sign: float, dtype: torch.dtype) -> Tensor:
+        """Rows [u, sign * reversed u] and a last entry of their own: against rows of the other sign they sum to that entry's product."""
+        half = self.values(rows, (width - 1) // 2)
+        own = self.values(rows, width - 2 * half.shape[1]) * 2.0**-20
+        return torch.cat([half, sign * half.flip(1), own], dim=1).to(dtype)
+
+
+class _Native:
+    """Ops of a build on plain weights."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._ops = NativeOps(library)
+        self.rmsnorm, self.rope, self.sample = self._ops.rmsnorm, self._ops.rope, self._ops.sample
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, shards: int) -> Tensor:
+        return self._ops.linear(x, self._ops.pack_linear(w, bias, shards))
+
+    def linear_residual(self, x: Tensor, w: Tensor, residual: Tensor, shards: int) -> Tensor:
+        return self._ops.linear(x, self._ops.pack_linear(w, shards=shards), residual_TN=residual)
+
+    def linear_silu_mul(self, x: Tensor, w: Tensor) -> Tensor:
+        return self._ops.linear_silu_mul(x, self._ops.pack_linear(w, gate_up=True))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, scale: float, block_tokens: int) -> Tensor:
+        return self._ops.attention(q, k, v, num_keys, scale, block_tokens=block_tokens)
+
+
+class _Reference:
+    """The same of the specification."""
+
+    def __init__(self) -> None:
+        self.rmsnorm, self.rope, self.sample = ref.rmsnorm, ref.rope, ref.sample
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, shards: int) -> Tensor:
+        return ref.linear(x, w, bias, shards)
+
+    def linear_residual(self, x: Tensor, w: Tensor, residual: Tensor, shards: int) -> Tensor:
+        return ref.linear_residual(x, w, residual, shards)
+
+    def linear_silu_mul(self, x: Tensor, w: Tensor) -> Tensor:
+        gate, up = ref.linear(x, w).chunk(2, dim=1)
+        return ref.silu_mul(gate, up)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, scale: float, block_tokens: int) -> Tensor:
+        return ref.attention(q, k, v, num_keys, scale)
+
+
+_Ops = _Native | _Reference
+
+
+def _linear(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(1)
+    x, w = numbers.cancelling(33, 97, 1.0, dtype), numbers.cancelling(40, 97, -1.0, dtype)
+    yield ops.linear(x, w, None, 1)
+    yield ops.linear(x[:1], w, numbers.values(40).to(dtype), 1)
+
+
+def _linear_shards(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(2)
+    x, w = numbers.cancelling(3, 512, 1.0, dtype), numbers.cancelling(8, 512, -1.0, dtype)
+    residual = (numbers.values(3, 8) * 2.0**-20).to(dtype)
+    for shards in SHARDS:
+        yield ops.linear_residual(x, w, residual, shards)
+
+
+def _silu(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(3)
+    yield ops.linear_silu_mul(numbers.values(5, 32).to(dtype), numbers.values(96, 32).to(dtype))
+    yield ops.linear_silu_mul((numbers.values(2, 3) * 8).to(dtype), (numbers.values(64, 3) * 8).to(dtype))
+
+
+def _rmsnorm(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(4)
+    for width in (100, 192):
+        yield ops.rmsnorm(numbers.values(3, width, binades=12).to(dtype), numbers.values(width).to(dtype), 1e-5)
+
+
+def _rope(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(5)
+    yield ops.rope(numbers.values(3, 4, 32).to(dtype), (numbers.values(3, 16) / 2).to(dtype), (numbers.values(3, 16) / 2).to(dtype))
+
+
+def _attention(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(6)
+    q, k = numbers.cancelling(5 * 4, 48, 1.0, dtype).view(5, 4, 48), numbers.cancelling(75 * 2, 48, -1.0, dtype).view(75, 2, 48)
+    k[::7] = (numbers.values(11, 2, 48) / 2).to(dtype)  # some scores that differ
+    v = numbers.values(75, 2, 48)
+    v[40:75] = -v[5:40]
+    for block_tokens in (32, 4):
+        yield ops.attention(q, k, v.to(dtype), torch.tensor([1, 33, 64, 74, 75]), 48**-0.5, block_tokens)
+
+
+def _sample(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
+    numbers = _Numbers(7)
+    logits = (numbers.values(8, 300, binades=6) * 4).to(dtype)
+    every = np.ones(8, np.bool_)
+    yield ops.sample(
+        logits,
+        SamplerRows(
+            temperature=np.array([0, 1, 1, 0.7, 1.3, 1, 0.6, 2.0]),
+            top_p=np.array([1, 1, 0.8, 1, 0.9, 1, 0.95, 1.0]),
+            top_k=np.array([0, 0, 0, 20, 50, 0, 0, 3]),
+            min_p=np.array([0, 0, 0, 0, 0.01, 0.1, 0, 0], np.float32),
+            seed=numbers.words(8),
+            sample_index=np.arange(8, dtype=np.uint32),
+            position=np.arange(100, 108, dtype=np.uint32),
+            forced=np.array([-1, -1, -1, -1, -1, -1, 11, -1]),
+            want_model=every,
+            want_entropy=every,
+            banned=[[], [], [3, 4], [], [], [], [], []],
+            vocab_limit=290,
+        ),
+    )
+
+
+_PROBES: dict[str, Any] = {
+    "linear": _linear, "linear_shards": _linear_shards, "silu_mul": _silu, "rmsnorm": _rmsnorm, "rope": _rope, "attention": _attention,
+    "sample": _sample,
+}  # fmt: skip
+
+
+def _bytes(result: Tensor | SampleResult) -> bytes:
+    if isinstance(result, SampleResult):
+        return b"".join(getattr(result, name).tobytes() for name in SampleResult.__slots__)
+    kind = torch.int16 if result.dtype == torch.bfloat16 else torch.int32
+    return result.contiguous().view(kind).numpy().tobytes()
+
+
+@lru_cache
+def probe_digests(library: NativeLibrary | None) -> dict[str, str]:
+    """Digests of what a build (None: the reference) computes, by "op/dtype". Some tens of milliseconds; once per process."""
+    ops: _Ops = _Reference() if library is None else _Native(library)
+    digests = {}
+    with torch.inference_mode():
+        for name, probe in _PROBES.items():
+            for dtype_name, dtype in DTYPES.items():
+                hashed = hashlib.blake2b(digest_size=6)
+                for result in probe(ops, dtype):
+                    hashed.update(_bytes(result))
+                digests[f"{name}/{dtype_name}"] = hashed.hexdigest()
+    return digests
+
+
+def failed_probes(library: NativeLibrary | None) -> list[str]:
+    """Which ops, as "op/dtype", of a build (None: the reference) give other bits than the specification."""
+    return [name for name, digest in probe_digests(library).items() if digest != EXPECTED.get(name)]
+
+
+def numerics_fingerprint(library: NativeLibrary | None, k_shards: int) -> str:
+    """Fingerprint of a build (None: the reference), e.g. "v1-k4-5f3a9c0b12de": specification version, shards, probe outputs."""
+    text = repr((SPEC_VERSION, k_shards, sorted(probe_digests(library).items())))
+    return f"v{SPEC_VERSION}-k{k_shards}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
