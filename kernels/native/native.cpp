@@ -84,7 +84,7 @@ struct alignas(64) Progress {
 };
 
 // Rows whose panels stay in the second-level cache while weight blocks pass.
-constexpr int64_t PANEL_BYTES = 1 << 20;
+constexpr int64_t PANEL_BYTES = 1 << 19;
 
 struct Run {
   const Step* st;
