@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rollsync.rollout.selftest_model import write_model
+from rollsync.rollout.selftest.model import write_model
 
 KINDS = {
     "llama": ("llama", {}),

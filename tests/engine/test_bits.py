@@ -1,6 +1,6 @@
 """The promise, on real engines: whatever else happens, a sample's bits depend on weights, prompt, parameters and seed alone.
 
-The models are made so that any other order of a sum changes their output (rollsync.rollout.selftest_model).
+The models are made so that any other order of a sum changes their output (rollsync.rollout.selftest.model).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .models.config import DecoderConfig, load_decoder_config
-from .models.params import EMBED, HEAD, hf_shapes
+from ..models.config import DecoderConfig, load_decoder_config
+from ..models.params import EMBED, HEAD, hf_shapes
 
 PAIRED = 0.75
 """share of the residual stream's channels that come in pairs"""
