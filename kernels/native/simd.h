@@ -56,14 +56,6 @@ inline __m256i pack_bf16(v16 a) {
 #endif
 }
 inline void store(bf16* p, v16 a) { _mm256_storeu_si256((__m256i*)p, pack_bf16(a)); }
-inline void store2(bf16* p, v16 a, v16 b) {
-#if defined(__AVX512BF16__)
-  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
-#else
-  store(p, a);
-  store(p + 16, b);
-#endif
-}
 inline v16 round_bf16(v16 a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(pack_bf16(a)), 16))}; }
 // p * 2^n for whole n in [-126, 127], by exponent bits
 inline v16 scale2(v16 p, v16 n) {
@@ -115,10 +107,6 @@ inline void store(bf16* p, v16 a) {
   __m256i x = _mm256_packus_epi32(round8(a.lo), round8(a.hi));
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(x, 0xd8));
 }
-inline void store2(bf16* p, v16 a, v16 b) {
-  store(p, a);
-  store(p + 16, b);
-}
 inline v16 round_bf16(v16 a) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(round8(a.lo), 16)), _mm256_castsi256_ps(_mm256_slli_epi32(round8(a.hi), 16))};
 }
@@ -152,11 +140,6 @@ inline void load_pairs(const bf16* p, v16& even, v16& odd) {
 }
 
 #endif
-
-inline void store2(float* p, v16 a, v16 b) {
-  store(p, a);
-  store(p + 16, b);
-}
 
 inline v16 zero16() { return bc(0.f); }
 
