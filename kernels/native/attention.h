@@ -197,88 +197,116 @@ inline void gather_units(const Pages<T>& pages, const int32_t* table, int head, 
   }
 }
 
-// One item: tokens [t0, t0 + nt) whose first `shared` key blocks are the same pages, one KV head. Pages outside, rows inside.
+// One item: tokens [t0, t0 + nt) whose first `shared` key blocks are the same pages, one KV head. Row t * rep + g is query
+// head g of token t. Pages outside, rows inside: first the shared blocks with all rows, then each token's own.
 template <class T>
-void attention_item(const Op& op, const Step& st, int index) {
-  const int32_t* it = st.items + (index / op.kv_heads) * 4;
-  int head = index % op.kv_heads, t0 = it[0], nt = it[1], shared = it[2], num_blocks = ceil_div(it[3], 32);
-  int rep = op.heads / op.kv_heads, rows = nt * rep, hd = op.head_dim, hp = round_up(hd, 32);
-  int64_t width = (int64_t)num_blocks * 32;
-  Pages<T> pages{st, op.layer, op.kv_heads, hp};
-  bool plain = st.block_tokens < 32;
-  int64_t built = plain ? ((int64_t)shared + (int64_t)nt * (num_blocks - shared)) * 64 * hp : 0;
-  scratch.reset((rows * (int64_t)hp + rows * width + built) * sizeof(T) + (rows * width + rows * (int64_t)hp) * 4 + num_blocks * sizeof(T*) + 1024);
-  T* q = scratch.take<T>(rows * (int64_t)hp);
-  T* p = scratch.take<T>(rows * width);
-  float* s = scratch.take<float>(rows * width);
-  float* acc = scratch.take<float>(rows * (int64_t)hp);
-  T** units = scratch.take<T*>(num_blocks);
-  T* spare = scratch.take<T>(built);
-  memset(q, 0, rows * (int64_t)hp * sizeof(T));
-  memset(acc, 0, rows * (int64_t)hp * 4);
-  for (int r = 0; r < rows; r++)
-    memcpy(q + (int64_t)r * hp, (T*)op.in + (t0 + r / rep) * op.ld_in + (head * rep + r % rep) * hd, hd * sizeof(T));
-  auto table = [&](int t) { return st.tables + (int64_t)st.token_slot[t0 + t] * st.table_stride; };
-  auto keys = [&](int t) { return st.num_keys[t0 + t]; };
-  auto first = [&](int t) { return st.first_key[t0 + t]; };
-  auto own_begin = [&](int t) { return std::max(shared, first(t) / 32); };
-  gather_units(pages, table(nt - 1), head, 0, shared, it[3], units, spare);
-  // The last unit of a sequence, which only it reads.
-  auto prefetch_own = [&](int token) {
-    int last = (st.num_keys[token] - 1) / 32, per = st.block_tokens / 32;
-    if (!plain) prefetch(pages.unit(st.tables[(int64_t)st.token_slot[token] * st.table_stride + last / per], last % per, head), 64 * hp * sizeof(T));
-  };
-  if (nt == 1 && t0 + 1 < st.num_tokens) prefetch_own(t0 + 1);
+struct AttentionItem {
+  const Op& op;
+  const Step& st;
+  int head, t0, nt, shared, num_blocks, rep, rows, hd, hp;
+  int64_t width;  // keys of a score row
+  bool plain;     // blocks smaller than a unit
+  Pages<T> pages;
+  T *q, *p, *spare, **units;
+  float *s, *acc;
+
+  AttentionItem(const Op& o, const Step& step, int index) : op(o), st(step), pages{step, o.layer, o.kv_heads, round_up(o.head_dim, 32)} {
+    const int32_t* it = st.items + (index / op.kv_heads) * 4;
+    head = index % op.kv_heads, t0 = it[0], nt = it[1], shared = it[2], num_blocks = ceil_div(it[3], 32);
+    rep = op.heads / op.kv_heads, rows = nt * rep, hd = op.head_dim, hp = pages.hp;
+    width = (int64_t)num_blocks * 32;
+    plain = st.block_tokens < 32;
+    int64_t built = plain ? ((int64_t)shared + (int64_t)nt * (num_blocks - shared)) * 64 * hp : 0;
+    int64_t q_elems = rows * (int64_t)hp, s_elems = rows * width;
+    scratch.reset((q_elems + s_elems + built) * sizeof(T) + (s_elems + q_elems) * 4 + num_blocks * sizeof(T*) + 1024);
+    q = scratch.take<T>(q_elems);
+    p = scratch.take<T>(s_elems);
+    s = scratch.take<float>(s_elems);
+    acc = scratch.take<float>(q_elems);
+    units = scratch.take<T*>(num_blocks);
+    spare = scratch.take<T>(built);
+    memset(q, 0, q_elems * sizeof(T));
+    memset(acc, 0, q_elems * 4);
+    for (int r = 0; r < rows; r++)
+      memcpy(q + (int64_t)r * hp, (T*)op.in + (t0 + r / rep) * op.ld_in + (head * rep + r % rep) * hd, hd * sizeof(T));
+  }
+
+  const int32_t* table(int t) const { return st.tables + (int64_t)st.token_slot[t0 + t] * st.table_stride; }
+  int keys(int t) const { return st.num_keys[t0 + t]; }
+  int first(int t) const { return st.first_key[t0 + t]; }
+  int own_begin(int t) const { return std::max(shared, first(t) / 32); }
+  int own_end(int t) const { return ceil_div(keys(t), 32); }
+
   // [begin, end) of the shared blocks that rows r .. r + m of a tile see
-  auto shared_range = [&](int r, int m, int& begin, int& end) {
+  void shared_range(int r, int m, int& begin, int& end) const {
     begin = num_blocks;
     end = 0;
     for (int t = r / rep; t <= (r + m - 1) / rep; t++) {
-      int b = first(t) / 32, e = ceil_div(keys(t), 32);
-      begin = b < begin ? b : begin;
-      end = e > end ? e : end;
+      begin = std::min(begin, first(t) / 32);
+      end = std::max(end, own_end(t));
     }
-    end = end < shared ? end : shared;
-    begin = begin < end ? begin : end;
-  };
-  for (int r = 0; r < rows; r += 16) {
-    int m = rows - r < 16 ? rows - r : 16, b, e;
-    shared_range(r, m, b, e);
-    score_rows(q + (int64_t)r * hp, m, units + b, e - b, hp, s + r * width + b * 32, width);
+    end = std::min(end, shared);
+    begin = std::min(begin, end);
   }
-  for (int r = 0; r < rows; r += 16) {
-    int m = rows - r < 16 ? rows - r : 16, b, e;
-    shared_range(r, m, b, e);
+
+  // The last unit of a sequence, which only it reads.
+  void prefetch_own(int token) const {
+    int last = (st.num_keys[token] - 1) / 32, per = st.block_tokens / 32;
+    if (!plain) prefetch(pages.unit(st.tables[(int64_t)st.token_slot[token] * st.table_stride + last / per], last % per, head), 64 * hp * sizeof(T));
+  }
+
+  void score_own(int t) {
+    int from = own_begin(t), end = own_end(t), r = t * rep;
+    if (t + 1 < nt) prefetch_own(t0 + t + 1);
+    gather_units(pages, table(t), head, from, end, keys(t), units, spare);
+    for (int g = 0; g < rep; g += 16)
+      score_rows(q + (int64_t)(r + g) * hp, std::min(rep - g, 16), units + from, end - from, hp, s + (r + g) * width + from * 32, width);
+  }
+
+  void value_own(int t) {
+    int from = own_begin(t), end = own_end(t);
+    T* again = spare - (plain ? (int64_t)(end - from) * 64 * hp : 0);
+    gather_units(pages, table(t), head, from, end, keys(t), units, again);
+    for (int g = 0; g < rep; g += 16) {
+      int64_t r = (int64_t)t * rep + g;
+      value_rows(p + r * width + from * 32, width, std::min(rep - g, 16), units + from, end - from, hp, acc + r * hp);
+    }
+  }
+
+  // Probabilities of a tile's rows, and their sum over the shared blocks.
+  void tile(int r, int m) {
+    int begin, end;
+    shared_range(r, m, begin, end);
+    for (int i = r; i < r + m; i++)
+      if (i % rep == 0 && own_end(i / rep) > shared) score_own(i / rep);
     for (int i = r; i < r + m; i++) {
-      int t = i / rep, own = ceil_div(keys(t), 32);
-      if (own > shared && i % rep == 0) {  // this token's own pages: all its heads at once
-        int from = own_begin(t);
-        if (t + 1 < nt) prefetch_own(t0 + t + 1);
-        gather_units(pages, table(t), head, from, own, keys(t), units, spare);
-        for (int g = 0; g < rep; g += 16)
-          score_rows(q + (int64_t)(i + g) * hp, std::min(rep - g, 16), units + from, own - from, hp, s + (i + g) * width + from * 32, width);
-      }
+      int t = i / rep;
+      softmax_row(s + i * width, p + i * width, first(t), keys(t), begin * 32, std::max(own_end(t), end) * 32, op.scale);
     }
-    for (int i = r; i < r + m; i++) {
-      int t = i / rep, own = ceil_div(keys(t), 32);
-      softmax_row(s + i * width, p + i * width, first(t), keys(t), b * 32, (own > e ? own : e) * 32, op.scale);
-    }
-    value_rows(p + r * width + b * 32, width, m, units + b, e - b, hp, acc + (int64_t)r * hp);
+    value_rows(p + r * width + begin * 32, width, m, units + begin, end - begin, hp, acc + (int64_t)r * hp);
   }
-  for (int t = 0; t < nt; t++) {
-    int own = ceil_div(keys(t), 32);
-    if (own > shared) {
-      int from = own_begin(t);
-      T* again = spare - (plain ? (int64_t)(own - from) * 64 * hp : 0);
-      gather_units(pages, table(t), head, from, own, keys(t), units, again);
-      for (int g = 0; g < rep; g += 16)
-        value_rows(p + ((int64_t)t * rep + g) * width + from * 32, width, std::min(rep - g, 16), units + from, own - from, hp,
-                   acc + ((int64_t)t * rep + g) * hp);
+
+  void run() {
+    gather_units(pages, table(nt - 1), head, 0, shared, keys(nt - 1), units, spare);
+    if (nt == 1 && t0 + 1 < st.num_tokens) prefetch_own(t0 + 1);
+    for (int r = 0; r < rows; r += 16) {
+      int m = std::min(rows - r, 16), begin, end;
+      shared_range(r, m, begin, end);
+      score_rows(q + (int64_t)r * hp, m, units + begin, end - begin, hp, s + r * width + begin * 32, width);
     }
-    for (int g = 0; g < rep; g++)
-      for (int h = 0; h < hd; h += 16)
-        panel_store((T*)op.out, ceil_div(op.heads * hd, 32), t0 + t, (head * rep + g) * hd + h, load(acc + ((int64_t)t * rep + g) * hp + h), hd - h < 16 ? hd - h : 16);
+    for (int r = 0; r < rows; r += 16) tile(r, std::min(rows - r, 16));
+    for (int t = 0; t < nt; t++) {
+      if (own_end(t) > shared) value_own(t);
+      for (int g = 0; g < rep; g++)
+        for (int h = 0; h < hd; h += 16)
+          panel_store((T*)op.out, ceil_div(op.heads * hd, 32), t0 + t, (head * rep + g) * hd + h, load(acc + ((int64_t)t * rep + g) * hp + h), std::min(hd - h, 16));
+    }
   }
+};
+
+template <class T>
+void attention_item(const Op& op, const Step& st, int index) {
+  AttentionItem<T>(op, st, index).run();
 }
 
 }  // namespace
