@@ -18,8 +18,8 @@ import httpx
 import msgpack  # type: ignore[import-untyped]
 
 from .engine.types import SamplingParams
-from .errors import Overloaded, RollsyncError
-from .results import Frames, Prompt, PromptResult, RolloutResult, Sample, ServerUnreachable, StreamItem, parse_result, rollouts_body
+from .errors import Overloaded, ProtocolMismatch, RollsyncError, ServerUnreachable
+from .results import Frames, Prompt, PromptResult, RolloutResult, Sample, StreamItem, parse_result, rollouts_body
 from .wire import MSGPACK, PROTOCOL_VERSION, error_from_wire
 
 __all__ = [
@@ -37,12 +37,6 @@ __all__ = [
 
 CONNECT_TIMEOUT_S = 10.0
 CALLS_PER_POOL = 64
-
-
-class ProtocolMismatch(RollsyncError):
-    """Server and client are of versions that do not understand each other."""
-
-    code = "protocol_mismatch"
 
 
 def _decode(response: httpx.Response) -> Any:

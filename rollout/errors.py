@@ -66,3 +66,36 @@ class UnsupportedModel(ConfigError):
     """The checkpoint's architecture, rope type or tensor layout is not one we compute; lists what is."""
 
     code = "unsupported_model"
+
+
+class NotSupported(BadRequest):
+    """The field is designed but this version does not have it."""
+
+    code = "not_supported"
+
+
+class NotReady(RollsyncError):
+    """The engine is still loading; try again later."""
+
+    status = 503
+    code = "not_ready"
+
+
+class BodyTooLarge(RollsyncError):
+    """The body exceeds the server's limit; the message names it."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class ServerUnreachable(RollsyncError):
+    """No answer from the server, or the connection broke; the message says from which address and how."""
+
+    status = 503
+    code = "unreachable"
+
+
+class ProtocolMismatch(RollsyncError):
+    """Server and client are of versions that do not understand each other."""
+
+    code = "protocol_mismatch"

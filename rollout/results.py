@@ -10,18 +10,11 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from .engine.types import SamplingParams
-from .errors import RollsyncError
+from .errors import RollsyncError, ServerUnreachable
 from .wire import error_from_wire, is_array, pack_array, unpack_array
 
 Prompt = str | Sequence[int] | dict[str, Any]
 """text, token ids, or a whole prompt object of `POST /v1/rollouts` ({"messages": …}, {"token_ids": …, "seed": …})"""
-
-
-class ServerUnreachable(RollsyncError):
-    """No answer from the server, or the connection broke; the message says from which address and how."""
-
-    status = 503
-    code = "unreachable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

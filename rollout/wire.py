@@ -29,33 +29,6 @@ COLUMNS = {
 """the columns of a sample that travel as arrays; NaN in `prompt_logprobs` stands for null (the first token has none)"""
 
 
-class NotSupported(BadRequest):
-    """The field is designed but this version does not have it."""
-
-    code = "not_supported"
-
-
-class NotReady(RollsyncError):
-    """The engine is still loading; try again later."""
-
-    status = 503
-    code = "not_ready"
-
-
-class Forbidden(RollsyncError):
-    """A key, token, host or origin is missing or wrong."""
-
-    status = 403
-    code = "forbidden"
-
-
-class BodyTooLarge(RollsyncError):
-    """The body exceeds the server's limit; the message names it."""
-
-    status = 413
-    code = "body_too_large"
-
-
 def pack_array(dtype: str, values: Sequence[int | float | None]) -> dict[str, Any]:
     """`values` as a wire array; None becomes NaN (float dtypes only)."""
     column = array(_TYPECODES[dtype], [math.nan if v is None else v for v in values] if None in values else values)  # type: ignore[arg-type]

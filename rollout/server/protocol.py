@@ -15,9 +15,9 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from ..engine.types import INCLUDES, MAX_SAMPLES, U64, SamplingParams
-from ..errors import BadRequest
+from ..errors import BadRequest, NotSupported
 from ..fields import field_docs
-from ..wire import NotSupported, is_array, unpack_array
+from ..wire import is_array, unpack_array
 
 Check = Callable[[str, Any], Any]
 """(path, value) -> the value to use, or BadRequest"""

@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import RollsyncError
-from ..wire import MSGPACK, BodyTooLarge, error_to_wire, jsonable
+from ..errors import BodyTooLarge, RollsyncError
+from ..wire import MSGPACK, error_to_wire, jsonable
 
 T = TypeVar("T")
 

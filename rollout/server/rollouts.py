@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ..engine.types import RolloutRequest
-from ..errors import BadRequest, DuplicateRequest, EngineDead, RollsyncError
-from ..wire import NotReady, error_to_wire, pack_array, unpack_array
+from ..errors import BadRequest, DuplicateRequest, EngineDead, NotReady, RollsyncError
+from ..wire import error_to_wire, pack_array, unpack_array
 from .engine_client import EngineProcess, Output
 from .protocol import PromptSpec, RolloutCall, check_vocabulary
 from .text import TextService

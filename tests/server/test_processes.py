@@ -15,8 +15,7 @@ import httpx
 import pytest
 from rollsync import RolloutClient
 from rollsync.rollout.cli import main
-from rollsync.rollout.client import ServerUnreachable
-from rollsync.rollout.errors import EngineDead
+from rollsync.rollout.errors import EngineDead, ServerUnreachable
 from rollsync.rollout.server.engine_client import Snapshot, liveness
 
 FOREVER = {"max_tokens": 4000}
