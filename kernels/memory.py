@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-
-import numpy as np
-import numpy.typing as npt
 
 _HUGE = 2 << 20
 
@@ -24,17 +22,9 @@ class Region:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
-    def array(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[np.generic]:
-        """A view of `count` elements at `offset` bytes; the region must outlive it."""
-        if self._map is None:
-            raise ValueError("the region is closed")
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=self._offset + offset)
-
     def close(self) -> None:
         """Give the memory back. Views of it must be gone; if some are not, it goes with the last of them."""
         if self._map is not None:
-            try:
+            with contextlib.suppress(BufferError):
                 self._map.close()
-            except BufferError:
-                pass
             self._map = None

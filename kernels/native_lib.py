@@ -50,7 +50,10 @@ class Step(ctypes.Structure):
         *((n, c_int32) for n in ("piece_rows", "vocab_limit")),
         *((n, c_void_p) for n in ("temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "row_position", "forced", "want")),
         *((n, c_void_p) for n in ("ban_offset", "banned")),
-        *((n, c_void_p) for n in ("out_token", "out_logprob", "out_temperature_logprob", "out_model_logprob", "out_entropy", "out_nonfinite")),
+        *(
+            (n, c_void_p)
+            for n in ("out_token", "out_logprob", "out_temperature_logprob", "out_model_logprob", "out_entropy", "out_nonfinite")
+        ),
     )
 
 
@@ -69,7 +72,9 @@ def cpu_flags() -> set[str]:
 
 def library_path(build: str) -> Path | None:
     """The shared library of a build, or None if it was not compiled."""
-    found = sorted((Path(__file__).parent / "native").glob(f"_{build}.*.so")) + sorted((Path(__file__).parent / "native").glob(f"_{build}.so"))
+    found = sorted((Path(__file__).parent / "native").glob(f"_{build}.*.so")) + sorted(
+        (Path(__file__).parent / "native").glob(f"_{build}.so")
+    )
     return found[0] if found else None
 
 
@@ -125,11 +130,15 @@ class NativeLibrary:
         """Elements of the packed form of an [n, k] weight (dtype 0 bfloat16, 1 float32)."""
         return int(self._lib.rs_packed_elems(dtype, n, k, interleave))
 
-    def pack(self, dtype: int, dst: int, src: int, ld_src: int, n: int, k: int, interleave: bool, row0: int, rows: int, col0: int, cols: int) -> None:
+    def pack(
+        self, dtype: int, dst: int, src: int, ld_src: int, n: int, k: int, interleave: bool, row0: int, rows: int, col0: int, cols: int
+    ) -> None:
         """Write the slice [row0 + rows, col0 + cols] of a logical [n, k] weight from row-major memory."""
         self._lib.rs_pack(dtype, dst, src, ld_src, n, k, interleave, row0, rows, col0, cols)
 
-    def unpack(self, dtype: int, src: int, dst: int, ld_dst: int, n: int, k: int, interleave: bool, row0: int, rows: int, col0: int, cols: int) -> None:
+    def unpack(
+        self, dtype: int, src: int, dst: int, ld_dst: int, n: int, k: int, interleave: bool, row0: int, rows: int, col0: int, cols: int
+    ) -> None:
         """Read a slice back, bit for bit."""
         self._lib.rs_unpack(dtype, src, dst, ld_dst, n, k, interleave, row0, rows, col0, cols)
 

@@ -67,4 +67,5 @@ def draw64_rows(seed: npt.ArrayLike, sample_index: npt.ArrayLike, position: npt.
         p0, p1 = multipliers[0] * c0, multipliers[1] * c2
         c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
         k0, k1 = (k0 + weyl[0]) & mask, (k1 + weyl[1]) & mask
-    return (c0 | c1 << shift).reshape(shape)
+    drawn: npt.NDArray[np.uint64] = (c0 | c1 << shift).reshape(shape)
+    return drawn

@@ -140,7 +140,14 @@ class NativeProgram:
         rows = self._arrays.limits.rows if logits_rows else None
         out = self._buffer("logits_norm" if logits_rows else "norm", x.width, panels=True, rows=rows)
         self._op(
-            nl.OP_RMSNORM, w=self._weights.index[weight], k=x.width, eps=eps, in_=x.address, ld_in=x.ld, out=out.address, rows_mode=int(logits_rows)
+            nl.OP_RMSNORM,
+            w=self._weights.index[weight],
+            k=x.width,
+            eps=eps,
+            in_=x.address,
+            ld_in=x.ld,
+            out=out.address,
+            rows_mode=int(logits_rows),
         )
         return out
 

@@ -113,7 +113,9 @@ class ReferenceProgram:
                 rows = (slots == slot).nonzero()[:, 0]
                 length = int(num_keys[rows].max())
                 blocks, offsets = self._cells(slot.expand(length), torch.arange(length))
-                out[rows] = ref.attention(q[rows], self._kv.k[blocks, layer, offsets], self._kv.v[blocks, layer, offsets], num_keys[rows], scale)
+                out[rows] = ref.attention(
+                    q[rows], self._kv.k[blocks, layer, offsets], self._kv.v[blocks, layer, offsets], num_keys[rows], scale
+                )
             return out
 
         return self._record(attend)

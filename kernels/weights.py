@@ -53,9 +53,7 @@ def _check_slice(name: str, spec: WeightSpec, row: int, col: int, tensor: Tensor
     rows, cols = (tensor.shape[0], 1) if tensor.ndim == 1 else (tensor.shape[0], tensor.shape[1])
     width = 1 if spec.layout in ("vector", "bias") else spec.k
     if tensor.dtype != dtype or row < 0 or col < 0 or row + rows > spec.n or col + cols > width:
-        raise ValueError(
-            f"{name} is [{spec.n}, {width}] {dtype}; cannot write [{rows}, {cols}] {tensor.dtype} at row {row}, column {col}"
-        )
+        raise ValueError(f"{name} is [{spec.n}, {width}] {dtype}; cannot write [{rows}, {cols}] {tensor.dtype} at row {row}, column {col}")
     return rows, cols
 
 
@@ -127,7 +125,17 @@ class NativeWeights:
         if spec.layout in ("linear", "gate_up"):
             source = tensor.contiguous()
             self._library.pack(
-                self._code, self.address(param), source.data_ptr(), cols, spec.n, spec.k, spec.layout == "gate_up", dst_row, rows, dst_col, cols
+                self._code,
+                self.address(param),
+                source.data_ptr(),
+                cols,
+                spec.n,
+                spec.k,
+                spec.layout == "gate_up",
+                dst_row,
+                rows,
+                dst_col,
+                cols,
             )
         elif spec.layout == "rows":
             self._plain(param)[dst_row : dst_row + rows, dst_col : dst_col + cols] = tensor.view(rows, cols)

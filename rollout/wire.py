@@ -31,7 +31,7 @@ COLUMNS = {
 
 def pack_array(dtype: str, values: Sequence[int | float | None]) -> dict[str, Any]:
     """`values` as a wire array; None becomes NaN (float dtypes only)."""
-    column = array(_TYPECODES[dtype], [math.nan if v is None else v for v in values] if None in values else values)  # type: ignore[arg-type]
+    column: array[Any] = array(_TYPECODES[dtype], [math.nan if v is None else v for v in values] if None in values else values)
     if sys.byteorder == "big":
         column.byteswap()
     return {"dtype": dtype, "shape": [len(column)], "data": column.tobytes()}

@@ -194,7 +194,7 @@ class EngineLoop:
         except RollsyncError as error:
             value = error
         reply(value)
-        return verb != "status"
+        return bool(verb != "status")
 
     def _publish(self, engine: EngineLike, force: bool) -> None:
         now = time.monotonic()

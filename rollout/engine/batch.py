@@ -151,7 +151,9 @@ class BatchBuilder:
                 max_tokens = max(1, num_decodes * self._kv_heads // (4 * self._threads))
             shared = _shared_keys(starts[:num_decodes], slots[:num_decodes], self._slots.tables, self._block_tokens)
             _decode_items(0, starts[:num_decodes], shared, max_tokens, items)
-        for start, count, t0 in zip(starts[num_decodes:].tolist(), counts[num_decodes:].tolist(), first[num_decodes:].tolist(), strict=True):
+        for start, count, t0 in zip(
+            starts[num_decodes:].tolist(), counts[num_decodes:].tolist(), first[num_decodes:].tolist(), strict=True
+        ):
             for i in range(0, count, max_tokens):
                 n = min(max_tokens, count - i)
                 keys = start + i + n

@@ -6,7 +6,7 @@ import difflib
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +214,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         progress: bool = False,

@@ -53,7 +53,9 @@ def choose_kernels(wanted: str | None) -> str:
     if wanted is None:
         if available:
             return available[0]
-        log.warning("no native CPU kernels: running the reference in plain torch, far slower. Install a C++ compiler and reinstall rollsync.")
+        log.warning(
+            "no native CPU kernels: running the reference in plain torch, far slower. Install a C++ compiler and reinstall rollsync."
+        )
         return "reference"
     if wanted != "reference" and wanted not in available:
         raise ConfigError(f"kernels {wanted!r} do not run here (available: {', '.join([*available, 'reference'])})")
@@ -125,7 +127,12 @@ class ModelRunner:
         self._build(config, model, kernels, layout)
         load_format = config.load_format if config.load_format == "dummy" else "auto"
         load_weights(
-            model, path, load_format, self.weights, dtype=dtype, progress=lambda done, total: progress("loading weights", done / max(total, 1))
+            model,
+            path,
+            load_format,
+            self.weights,
+            dtype=dtype,
+            progress=lambda done, total: progress("loading weights", done / max(total, 1)),
         )
         self.info = RunnerInfo(
             model=config.model,
@@ -226,5 +233,3 @@ class ModelRunner:
     def close(self) -> None:
         """Free the KV pool. The weights go with the object."""
         self._kv.close()
-
-
