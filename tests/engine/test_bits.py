@@ -6,6 +6,7 @@ The models are made so that any other order of a sum changes their output (rolls
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from real_engine import Bits, bits, changed, finals, make_requests, prompt, run
 from rollsync import Engine, RolloutRequest, SamplingParams
 from rollsync.kernels.native_lib import BUILDS, available_builds
+from rollsync.rollout.selftest.model import write_model
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 MODELS = pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2", "qwen2_tied"])
@@ -206,3 +208,15 @@ def test_any_requests_on_any_engine(cancelling: dict[str, str], seed: int) -> No
         }  # fmt: skip
         rng.shuffle(requests)
         assert run(cancelling[kind], requests, dtype=dtype, **options) == want, options
+
+
+def test_thousands_of_keys(tmp_path: Path) -> None:
+    """Where attention cuts its work otherwise, with a head size and a group that fill no tile."""
+    heads = {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 40, "hidden_size": 72, "intermediate_size": 132}
+    model = write_model(tmp_path / "model", max_position_embeddings=8192, **heads)
+    opening = prompt(5, 4085)
+    requests = [changed(r, ("entropy",), prompt_token_ids=opening + r.prompt_token_ids[: 5 + 17 * i], n=4) for i, r in enumerate(SHORT)]
+    want = run(model, requests, alone=True, dtype="bfloat16", num_blocks=600, prefix_cache=False, max_batch_tokens=8192)
+    for block_tokens, max_batch_tokens in ((32, 300), (128, 8192), (16, 77)):
+        options = {"block_tokens": block_tokens, "num_blocks": 20000 // block_tokens, "max_batch_tokens": max_batch_tokens}
+        assert run(model, requests, dtype="bfloat16", threads=2, **options) == want, options
