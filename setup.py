@@ -35,4 +35,4 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions())
+setup(script_name="setup.py", ext_modules=extensions())  # the name keeps this file out of the package, whose folder it is in

@@ -36,7 +36,6 @@ PROMPTS = (
     "Name an animal that lives in the desert and say why it can.",
 )
 NUM_SHOWN = 4
-CHUNK_TOKENS = 16
 WIDTH = 108
 TEMPERATURE, SEED = 0.7, 11
 SERVER_START_S = 100.0
@@ -49,6 +48,7 @@ class Workload:
     num_prompts: int
     n: int
     max_tokens: int
+    chunk_tokens: int
 
     @property
     def chats(self) -> list[list[dict[str, str]]]:
@@ -58,7 +58,7 @@ class Workload:
         return SamplingParams(n=n, max_tokens=self.max_tokens, temperature=TEMPERATURE, seed=SEED)
 
 
-NATIVE, REFERENCE = Workload(8, 4, 64), Workload(1, 2, 6)
+NATIVE, REFERENCE = Workload(8, 4, 64, 16), Workload(1, 2, 2, 32)
 
 
 def model_file() -> Path:
@@ -130,6 +130,10 @@ def serving(folder: Path, flags: Sequence[str]) -> Iterator[str]:
                 process.wait()
 
 
+def pace(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.0f} tokens/s" if tokens_per_s >= 10 else f"{tokens_per_s:.2f} tokens/s"
+
+
 def show(prompt: str, sample: Any) -> None:
     text = textwrap.shorten(repr(sample.text.strip()), WIDTH - 3, placeholder=" ...")
     first = " ".join(f"{x:.4f}" for x in sample.logprobs[:5])
@@ -167,12 +171,12 @@ def prove_in_process(folder: Path, work: Workload, bits: Bits, options: dict[str
         begin = time.perf_counter()
         alone = [engine.generate([chat], work.params(1))[0].samples for chat in work.chats]
         rate = sum(len(s.token_ids) for samples in alone for s in samples) / (time.perf_counter() - begin)
-        bits.compare("each prompt alone, in process, nothing cached", alone, f"{rate:.0f} tokens/s")
-    with Engine(str(folder), prefix_cache=False, max_batch_tokens=CHUNK_TOKENS, **options) as engine:
+        bits.compare("each prompt alone, in process, nothing cached", alone, f"{pace(rate)}")
+    with Engine(str(folder), prefix_cache=False, max_batch_tokens=work.chunk_tokens, **options) as engine:
         outputs = engine.generate(work.chats, work.params(1))
         longest = max(len(output.prompt_token_ids) for output in outputs)
         note = f"prompts of up to {longest} tokens"
-        bits.compare(f"at most {CHUNK_TOKENS} tokens a step, so prompts in chunks", [output.samples for output in outputs], note)
+        bits.compare(f"at most {work.chunk_tokens} tokens a step, so prompts in chunks", [output.samples for output in outputs], note)
 
 
 def roll_out(client: RolloutClient, work: Workload) -> Bits:
@@ -186,7 +190,7 @@ def roll_out(client: RolloutClient, work: Workload) -> Bits:
     for prompt, result in zip(PROMPTS[:NUM_SHOWN], first.results, strict=False):
         show(prompt, result.samples[0])
     count = sum(len(s.token_ids) for r in first.results for s in r.samples)
-    say(f"   ... {count} tokens in {seconds:.1f} s: {count / seconds:.0f} tokens/s\n")
+    say(f"   ... {count} tokens in {seconds:.1f} s: {pace(count / seconds)}\n")
 
     say("4. The same requests served in other ways. Compared: token ids and the bits of every float32 logprob.")
     bits = Bits([r.samples for r in first.results])
@@ -207,6 +211,8 @@ def run(flags: Sequence[str], options: dict[str, Any]) -> int:
         facts = f"{engine['dtype']}, {engine['kernels']} kernels, {engine['threads']} threads"
         say(f"   {url}, {facts}, {time.perf_counter() - started:.1f} s\n")
         work = REFERENCE if engine["kernels"] == "reference" else NATIVE
+        if work is REFERENCE:
+            say("   These are the plain-torch kernels, far slower than the compiled ones: a few tokens only.\n")
         bits = roll_out(client, work)
     prove_in_process(folder, work, bits, options)
     verdict = "Done" if bits.all_equal else "FAILED: bits differ"
