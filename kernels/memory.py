@@ -7,6 +7,8 @@ import ctypes
 import mmap
 
 _HUGE = 2 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
+_LIBC = ctypes.CDLL(None)
 
 
 class Region:
@@ -21,6 +23,10 @@ class Region:
         self.address = start + self._offset
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    def populate(self, offset: int, size: int) -> bool:
+        """Have the system back [offset, offset + size) now instead of at first use; False where it cannot."""
+        return bool(_LIBC.madvise(ctypes.c_void_p(self.address + offset), ctypes.c_size_t(size), _POPULATE_WRITE) == 0)
 
     def close(self) -> None:
         """Give the memory back. Views of it must be gone; if some are not, it goes with the last of them."""
