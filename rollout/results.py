@@ -56,6 +56,8 @@ class RolloutResult:
     model: str
     results: list[PromptResult]
     usage: dict[str, int]
+    fingerprint: str = ""
+    """of the server's numerics; equal fingerprints mean equal bits for equal weights"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ def parse_result(wire: dict[str, Any]) -> RolloutResult:
         ids = unpack_array(item["prompt_token_ids"]) if error is None else []
         samples = [_sample(s) for s in item.get("samples", ())]
         results.append(PromptResult(prompt_index=item["prompt_index"], prompt_token_ids=ids, samples=samples, error=error))
-    return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"])
+    return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"], fingerprint=wire.get("fingerprint", ""))
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:

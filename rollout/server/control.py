@@ -43,6 +43,7 @@ def version(service: RolloutService, package_version: str) -> dict[str, Any]:
         "protocol_version": PROTOCOL_VERSION,
         "capabilities": list(CAPABILITIES),
         "model": service.model,
+        "fingerprint": service.fingerprint,
     }
 
 

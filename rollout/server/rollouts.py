@@ -203,6 +203,11 @@ class RolloutService:
     def model(self) -> str:
         return str(self.engine.snapshot.info.get("model", self.engine.config.model))
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the numerics: which specification, settings and build-independent bits these logprobs come from."""
+        return str(self.engine.snapshot.info.get("fingerprint", ""))
+
     def open(self, call: RolloutCall) -> Ticket:
         """Register a call. Raises EngineDead, NotReady or DuplicateRequest."""
         if self.engine.dead is not None:
@@ -236,7 +241,7 @@ class RolloutService:
                 continue
             done = sorted(samples[i], key=lambda s: int(s["index"]))
             results.append({"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids or ()), "samples": done})
-        body = {"id": ticket.id, "model": self.model, "results": results, "usage": usage.to_reply(ticket, set(errors))}
+        body = {"id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "results": results, "usage": usage.to_reply(ticket, set(errors))}
         if len(errors) < len(results):
             return body, 200
         return {**body, "error": results[0]["error"]}, errors[0].status
@@ -247,7 +252,7 @@ class RolloutService:
         try:
             await ticket.start()
             prompts = [{"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids)} for i, ids in enumerate(ticket.prompt_ids) if ids]
-            yield {"event": "start", "id": ticket.id, "model": self.model, "prompts": prompts}
+            yield {"event": "start", "id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "prompts": prompts}
             async for i, item in ticket.events():
                 if isinstance(item, RollsyncError):
                     failed.add(i)
