@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -54,6 +56,8 @@ class NativeKv:
         self._thread.start()
 
     def _populate(self) -> None:
+        if hasattr(os, "setpriority") and sys.platform == "linux":  # there a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for offset in range(0, self.layout.nbytes, self._CHUNK):
             if self._closing.is_set() or not self._region.populate(offset, min(self._CHUNK, self.layout.nbytes - offset)):
                 return

@@ -4,17 +4,32 @@
 
 namespace {
 
+// The units a thread reads next. Each is asked for while the unit at the same place is at work: decoding is mostly waiting for
+// pages that nobody has read since the last step.
+template <class T>
+struct Upcoming {
+  T* const* units;
+  int n;
+  void key(int i, int hp) const {
+    if (i < n) prefetch(units[i], 32 * hp * sizeof(T));
+  }
+  void value(int i, int hp) const {
+    if (i < n) prefetch(units[i] + 32 * hp, 32 * hp * sizeof(T));
+  }
+};
+
 // ---- products over units: rows (at most 16) of q by K, rows of p by V
 
 #if defined(__AMX_BF16__)
 
-inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int hp, float* s, int64_t ld) {
+inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int hp, float* s, int64_t ld, Upcoming<bf16> next) {
   configure(rows, rows);
   if (hp == 64) {
     _tile_loadd(4, q, 128);
     _tile_loadd(5, q + 32, 128);
     for (int i = 0; i < n; i++) {
       const bf16* k = units[i];
+      next.key(i, hp);
       _tile_zero(0);
       _tile_zero(1);
       _tile_loadd(6, k, 64);
@@ -32,6 +47,7 @@ inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int h
   }
   for (int i = 0; i < n; i++) {
     const bf16* k = units[i];
+    next.key(i, hp);
     _tile_zero(0);
     _tile_zero(1);
     for (int h = 0; h < hp; h += 32, k += 1024) {
@@ -47,7 +63,7 @@ inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int h
 }
 
 // acc [rows][hp] += p [rows][32 n] V
-inline void value_rows(const bf16* p, int64_t ld, int rows, bf16* const* units, int n, int hp, float* acc) {
+inline void value_rows(const bf16* p, int64_t ld, int rows, bf16* const* units, int n, int hp, float* acc, Upcoming<bf16> next) {
   configure(rows, rows);
   for (int h = 0; h < hp; h += 64) {
     bool wide = h + 64 <= hp;
@@ -60,6 +76,7 @@ inline void value_rows(const bf16* p, int64_t ld, int rows, bf16* const* units, 
     }
     for (int i = 0; i < n; i++) {
       const bf16* v = units[i] + 32 * hp + (int64_t)(h / 16) * 512;
+      if (h == 0) next.value(i, hp);
       _tile_loadd(4, p + i * 32, ld * 2);
       _tile_loadd(6, v, 64);
       _tile_dpbf16ps(0, 4, 6);
@@ -97,7 +114,7 @@ inline void tile_product(const bf16* a, int64_t lda, int rows, const bf16* b, fl
   }
 }
 
-inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int hp, float* s, int64_t ld) {
+inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int hp, float* s, int64_t ld, Upcoming<bf16> next) {
   for (int i = 0; i < n; i++)
     for (int half = 0; half < 2; half++) {
       float* c = s + i * 32 + half * 16;
@@ -106,14 +123,14 @@ inline void score_rows(const bf16* q, int rows, bf16* const* units, int n, int h
     }
 }
 
-inline void value_rows(const bf16* p, int64_t ld, int rows, bf16* const* units, int n, int hp, float* acc) {
+inline void value_rows(const bf16* p, int64_t ld, int rows, bf16* const* units, int n, int hp, float* acc, Upcoming<bf16> next) {
   for (int i = 0; i < n; i++)
     for (int h = 0; h < hp; h += 16) tile_product(p + i * 32, ld, rows, units[i] + 32 * hp + (int64_t)(h / 16) * 512, acc + h, hp);
 }
 
 #endif
 
-inline void score_rows(const float* q, int rows, float* const* units, int n, int hp, float* s, int64_t ld) {
+inline void score_rows(const float* q, int rows, float* const* units, int n, int hp, float* s, int64_t ld, Upcoming<float> next) {
   for (int i = 0; i < n; i++)
     for (int r = 0; r < rows; r++) {
       v16 lo = zero16(), hi = zero16();
@@ -128,7 +145,7 @@ inline void score_rows(const float* q, int rows, float* const* units, int n, int
     }
 }
 
-inline void value_rows(const float* p, int64_t ld, int rows, float* const* units, int n, int hp, float* acc) {
+inline void value_rows(const float* p, int64_t ld, int rows, float* const* units, int n, int hp, float* acc, Upcoming<float> next) {
   for (int r = 0; r < rows; r++)
     for (int h = 0; h < hp; h += 32) {
       float* c = acc + (int64_t)r * hp + h;
@@ -209,6 +226,8 @@ struct AttentionItem {
   Pages<T> pages;
   T *q, *p, *spare, **units;
   float *s, *acc;
+  static constexpr int MAX_AHEAD = 32;
+  T* ahead[MAX_AHEAD];
 
   AttentionItem(const Op& o, const Step& step, int index) : op(o), st(step), pages{step, o.layer, o.kv_heads, round_up(o.head_dim, 32)} {
     const int32_t* it = st.items + (index / op.kv_heads) * 4;
@@ -249,27 +268,38 @@ struct AttentionItem {
     begin = std::min(begin, end);
   }
 
-  // The last unit of a sequence, which only it reads.
-  void prefetch_own(int token) const {
-    int last = (st.num_keys[token] - 1) / 32, per = st.block_tokens / 32;
-    if (!plain) prefetch(pages.unit(st.tables[(int64_t)st.token_slot[token] * st.table_stride + last / per], last % per, head), 64 * hp * sizeof(T));
+  // What follows token t's own units: those of the item's next token, or, where an item is one token, those of the next item.
+  Upcoming<T> after(int t) {
+    int token = t0 + t + 1, next_head = head, from = shared;
+    if (nt == 1 && head + 1 < op.kv_heads) {
+      token = t0, next_head = head + 1;
+    } else if (nt == 1) {
+      next_head = 0, from = 0;
+    }
+    bool mine = nt > 1 ? t + 1 < nt : token < st.num_tokens;
+    if (plain || !mine) return {nullptr, 0};
+    const int32_t* blocks = st.tables + (int64_t)st.token_slot[token] * st.table_stride;
+    int end = std::min(ceil_div(st.num_keys[token], 32), from + MAX_AHEAD), per = st.block_tokens / 32, n = 0;
+    for (int kb = from; kb < end; kb++) ahead[n++] = pages.unit(blocks[kb / per], kb % per, next_head);
+    return {ahead, n};
   }
 
   void score_own(int t) {
     int from = own_begin(t), end = own_end(t), r = t * rep;
-    if (t + 1 < nt) prefetch_own(t0 + t + 1);
     gather_units(pages, table(t), head, from, end, keys(t), units, spare);
+    Upcoming<T> next = after(t);
     for (int g = 0; g < rep; g += 16)
-      score_rows(q + (int64_t)(r + g) * hp, std::min(rep - g, 16), units + from, end - from, hp, s + (r + g) * width + from * 32, width);
+      score_rows(q + (int64_t)(r + g) * hp, std::min(rep - g, 16), units + from, end - from, hp, s + (r + g) * width + from * 32, width, next);
   }
 
   void value_own(int t) {
     int from = own_begin(t), end = own_end(t);
     T* again = spare - (plain ? (int64_t)(end - from) * 64 * hp : 0);
     gather_units(pages, table(t), head, from, end, keys(t), units, again);
+    Upcoming<T> next = after(t);
     for (int g = 0; g < rep; g += 16) {
       int64_t r = (int64_t)t * rep + g;
-      value_rows(p + r * width + from * 32, width, std::min(rep - g, 16), units + from, end - from, hp, acc + r * hp);
+      value_rows(p + r * width + from * 32, width, std::min(rep - g, 16), units + from, end - from, hp, acc + r * hp, next);
     }
   }
 
@@ -283,16 +313,15 @@ struct AttentionItem {
       int t = i / rep;
       softmax_row(s + i * width, p + i * width, first(t), keys(t), begin * 32, std::max(own_end(t), end) * 32, op.scale);
     }
-    value_rows(p + r * width + begin * 32, width, m, units + begin, end - begin, hp, acc + (int64_t)r * hp);
+    value_rows(p + r * width + begin * 32, width, m, units + begin, end - begin, hp, acc + (int64_t)r * hp, {nullptr, 0});
   }
 
   void run() {
     gather_units(pages, table(nt - 1), head, 0, shared, keys(nt - 1), units, spare);
-    if (nt == 1 && t0 + 1 < st.num_tokens) prefetch_own(t0 + 1);
     for (int r = 0; r < rows; r += 16) {
       int m = std::min(rows - r, 16), begin, end;
       shared_range(r, m, begin, end);
-      score_rows(q + (int64_t)r * hp, m, units + begin, end - begin, hp, s + r * width + begin * 32, width);
+      score_rows(q + (int64_t)r * hp, m, units + begin, end - begin, hp, s + r * width + begin * 32, width, {nullptr, 0});
     }
     for (int r = 0; r < rows; r += 16) tile(r, std::min(rows - r, 16));
     for (int t = 0; t < nt; t++) {

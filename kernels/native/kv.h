@@ -29,7 +29,7 @@ thread_local Scratch scratch;
 
 // Ask for memory that is needed soon: most of decoding is waiting for pages nobody has read since the last step.
 inline void prefetch(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T0);
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T1);
 }
 
 template <class T>

@@ -77,10 +77,14 @@ struct Phase {
   int items, row0, row1, per;
 };
 
-struct alignas(64) Progress {
-  std::atomic<int> next{0};
-  char pad[60];
-  std::atomic<int> done{0};
+// A phase's items lie in one stretch per thread. A thread works through its own, where each item follows the one before in memory
+// and what is prefetched past an item's end is needed next; then it helps the others.
+constexpr int MAX_STRETCHES = 8;
+struct alignas(64) Counter {
+  std::atomic<int> value{0};
+};
+struct Progress {
+  Counter next[MAX_STRETCHES], done;
 };
 
 // Rows whose panels stay in the second-level cache while weight blocks pass.
@@ -90,6 +94,8 @@ struct Run {
   const Step* st;
   std::vector<Phase> phases;
   std::unique_ptr<Progress[]> progress;
+  int stretches = 1;
+  mutable std::atomic<int> arrived{0};
 
   void add(const Op& op, const Step& s, int threads) {
     int rows = op.rows_mode ? s.num_rows : s.num_tokens;
@@ -115,7 +121,7 @@ struct Run {
   // Items are (piece of rows) x (group of weight blocks): few rows, long groups, so that each reads one stretch of memory.
   void add_linear(const Op& op, int row0, int row1, int threads) {
     if (row1 <= row0) return;
-    int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), per = ceil_div(blocks, threads * 8);
+    int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), per = ceil_div(blocks, threads * 16);
     int64_t row_bytes = (int64_t)op.k * (op.dtype ? 4 : 2);
     int piece = std::max<int64_t>(32, PANEL_BYTES / row_bytes / 32 * 32);
     for (int r = row0; r < row1; r += piece)
@@ -158,18 +164,22 @@ struct Run {
 #if defined(__AMX_BF16__)
     tile_rows = -1;
 #endif
+    int home = arrived.fetch_add(1) % stretches;
     for (size_t p = 0; p < phases.size(); p++) {
       const Phase& ph = phases[p];
       Progress& pr = progress[p];
-      int i;
-      while ((i = pr.next.fetch_add(1, std::memory_order_relaxed)) < ph.items) {
-        if (ph.op->dtype)
-          item<float>(ph, i);
-        else
-          item<bf16>(ph, i);
-        pr.done.fetch_add(1, std::memory_order_release);
+      for (int k = 0; k < stretches; k++) {
+        int64_t stretch = (home + k) % stretches;
+        int i, begin = (int)(ph.items * stretch / stretches), end = (int)(ph.items * (stretch + 1) / stretches);
+        while ((i = begin + pr.next[stretch].value.fetch_add(1, std::memory_order_relaxed)) < end) {
+          if (ph.op->dtype)
+            item<float>(ph, i);
+          else
+            item<bf16>(ph, i);
+          pr.done.value.fetch_add(1, std::memory_order_release);
+        }
       }
-      for (int spins = 0; pr.done.load(std::memory_order_acquire) < ph.items; spins++) {
+      for (int spins = 0; pr.done.value.load(std::memory_order_acquire) < ph.items; spins++) {
         if (spins < 4000)
           _mm_pause();
         else
@@ -232,6 +242,7 @@ void rs_run(const Op* ops, int begin, int end, const Step* step, int threads, Pa
   run.st = step;
   for (int i = begin; i < end; i++) run.add(ops[i], *step, threads);
   run.progress.reset(new Progress[run.phases.size()]);
+  run.stretches = std::min(threads, MAX_STRETCHES);
   if (threads > 1 && parallel)
     parallel(run_threads, &run, (unsigned)threads, 0);
   else
