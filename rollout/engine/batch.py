@@ -103,9 +103,41 @@ class BatchBuilder:
         self._arrays, self._slots = arrays, slots
         self._block_tokens, self._kv_heads, self._threads = block_tokens, kv_heads, threads
         self._rep = heads_per_kv
+        self._decoded: list[int] | None = None
+        """slots of the last step, in the plan's order, if all it did was draw one token for each"""
+        self._order: Array = np.zeros(0, np.int64)
 
     def build(self, plan: StepPlan) -> None:
         """Write one step. The plan's slots must have been applied."""
+        a = self._arrays
+        a.num_copies = len(plan.copies)
+        if plan.copies:
+            a["copies"][: a.num_copies] = plan.copies
+        if self._decoded is not None and not plan.new_slots and plan.slots == self._decoded and self._only_draws(plan):
+            self._advance(plan)
+        else:
+            self._build(plan)
+
+    @staticmethod
+    def _only_draws(plan: StepPlan) -> bool:
+        return len(plan.token_ids) == len(plan.slots) and plan.row_slot == plan.slots and max(plan.row_forced) < 0
+
+    def _advance(self, plan: StepPlan) -> None:
+        """The last step again, one token later: who shares what, the order and the sampling columns stand as they are."""
+        a, columns, T = self._arrays, self._arrays.columns, len(plan.slots)
+        starts = np.array(plan.starts, np.int32)
+        columns["row_position"][:T] = starts + 1
+        starts = starts[self._order]
+        columns["ids"][:T] = np.array(plan.token_ids, np.int32)[self._order]
+        columns["positions"][:T] = starts
+        keys = columns["num_keys"][:T]
+        np.add(starts, 1, out=keys)
+        runs, items = a["runs"][:T], a["items"][: a.num_items]
+        runs[:, 2] = self._slots.tables[columns["token_slot"][:T], starts // self._block_tokens]
+        runs[:, 3] = starts % self._block_tokens
+        items[:, 3] = np.maximum.reduceat(keys, items[:, 0])
+
+    def _build(self, plan: StepPlan) -> None:
         a, columns = self._arrays, self._arrays.columns
         slots, starts = np.array(plan.slots, np.int32), np.array(plan.starts, np.int32)
         counts = np.array(plan.counts, np.int32)
@@ -123,12 +155,11 @@ class BatchBuilder:
         columns["token_slot"][:T] = np.repeat(slots, counts)
         self._runs(positions, within, columns["token_slot"][:T])
         self._items(starts, counts, slots, first)
-        a.num_copies = len(plan.copies)
-        if plan.copies:
-            columns["copies"][: a.num_copies] = plan.copies
         entry_first = np.empty_like(first)
         entry_first[order] = first
-        self._rows(plan, entry_first)
+        banning = self._rows(plan, entry_first)
+        self._decoded = plan.slots.copy() if not banning and len(plan.row_slot) and self._only_draws(plan) else None
+        self._order = order
 
     def _runs(self, positions: Array, within: Array, token_slot: Array) -> None:
         unit = min(KEY_BLOCK, self._block_tokens)
@@ -161,11 +192,12 @@ class BatchBuilder:
         self._arrays.num_items = len(items)
         self._arrays["items"][: len(items)] = items
 
-    def _rows(self, plan: StepPlan, entry_first: Array) -> None:
+    def _rows(self, plan: StepPlan, entry_first: Array) -> bool:
+        """The logits rows' columns; whether any of them bans ids."""
         a, columns, s = self._arrays, self._arrays.columns, self._slots
         R = a.num_rows = len(plan.row_entry)
         if R == 0:
-            return
+            return False
         entry, offset = np.array(plan.row_entry), np.array(plan.row_offset)
         slot = np.array(plan.row_slot)
         columns["hidden_row"][:R] = entry_first[entry] + offset
@@ -177,10 +209,11 @@ class BatchBuilder:
         bans = position < s.banned_until[slot]
         if not bans.any():
             columns["ban_offset"][: R + 1] = 0
-            return
+            return False
         lists = [s.banned[i] if ban else () for i, ban in zip(slot.tolist(), bans.tolist(), strict=True)]
         columns["ban_offset"][1 : R + 1] = np.cumsum([len(ids) for ids in lists])
         flat = [i for ids in lists for i in ids]
         if len(flat) > len(columns["banned"]):
             raise ValueError(f"a step bans {len(flat)} ids; the arrays hold {len(columns['banned'])}")
         columns["banned"][: len(flat)] = flat
+        return True

@@ -241,7 +241,8 @@ class RolloutService:
                 continue
             done = sorted(samples[i], key=lambda s: int(s["index"]))
             results.append({"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids or ()), "samples": done})
-        body = {"id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "results": results, "usage": usage.to_reply(ticket, set(errors))}
+        body: dict[str, Any] = {"id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "results": results}
+        body["usage"] = usage.to_reply(ticket, set(errors))
         if len(errors) < len(results):
             return body, 200
         return {**body, "error": results[0]["error"]}, errors[0].status
