@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import native_lib as nl
 from .kv import NativeKv
+from .memory import Region
 from .spec import effective_shards
 from .step import StepArrays
 from .weights import NativeWeights
@@ -55,8 +56,8 @@ class _Buffer:
         padded = -(-width // 32) * 32
         self.width, self.panels = width, panels
         self.ld = padded if panels else -(-width // 16) * 16
-        self.tensor = torch.zeros((-(-rows // 32) * 32, self.ld), dtype=dtype)
-        self.address = self.tensor.data_ptr()
+        self._region = Region(-(-rows // 32) * 32 * self.ld * dtype.itemsize)  # huge pages: rows of a block lie in as many small ones
+        self.address = self._region.address
 
 
 class NativeProgram:
