@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import BadRequest, EngineDead, RollsyncError
+from ..errors import BadRequest, DuplicateRequest, EngineDead, RollsyncError
 from .types import RolloutRequest, SampleOutput
 
 STATS_PERIOD_S = 0.25
@@ -193,6 +193,12 @@ class EngineLoop:
             value: Any = VERBS[verb](engine, self._sink, dict(args))
         except RollsyncError as error:
             value = error
+        except TypeError as error:  # arguments the verb does not take
+            traceback.print_exc(file=sys.stderr)
+            value = BadRequest(f"{verb}: {error}", field=verb)
+        except Exception as error:  # one command's fault must not end the others' requests
+            traceback.print_exc(file=sys.stderr)
+            value = RollsyncError(f"{type(error).__name__}: {error}")
         reply(value)
         return bool(verb != "status")
 
@@ -212,6 +218,7 @@ class AsyncEngine:
     def __init__(self, build: Callable[[], EngineLike]) -> None:
         self._aio = asyncio.get_running_loop()
         self._waiters: dict[str, asyncio.Queue[SampleOutput | RollsyncError]] = {}
+        self._commands: set[asyncio.Future[Any]] = set()
         self._ready: asyncio.Future[Any] = self._aio.create_future()
         self._dead: EngineDead | None = None
         self._loop = EngineLoop(build, self)
@@ -248,7 +255,7 @@ class AsyncEngine:
         if self._dead is not None:
             raise self._dead
         if request.request_id in self._waiters:
-            raise BadRequest(f"request_id {request.request_id!r} is still in flight", field="request_id")
+            raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight")
         mailbox: asyncio.Queue[SampleOutput | RollsyncError] = asyncio.Queue()
         self._waiters[request.request_id] = mailbox
         left = request.params.n
@@ -276,8 +283,12 @@ class AsyncEngine:
             if not done.done():
                 done.set_result(value)
 
-        self._loop.command(verb, args, lambda value: self._call(lambda: settle(value)))
-        value = await done
+        self._commands.add(done)
+        try:
+            self._loop.command(verb, args, lambda value: self._call(lambda: settle(value)))
+            value = await done
+        finally:
+            self._commands.discard(done)
         if isinstance(value, BaseException):
             raise value
         return value
@@ -299,10 +310,15 @@ class AsyncEngine:
             self._aio.call_soon_threadsafe(function)
 
     def ready(self, engine: Any) -> None:
-        self._call(lambda: self._ready.set_result(getattr(engine, "info", None)))
+        self._call(lambda: self._ready.done() or self._ready.set_result(getattr(engine, "info", None)))
 
     def failed(self, error: BaseException) -> None:
-        self._call(lambda: self._ready.set_exception(error))
+        def fail() -> None:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            self._lose(f"the engine could not start: {type(error).__name__}: {error}")
+
+        self._call(fail)
 
     def outputs(self, outputs: list[SampleOutput]) -> None:
         self._call(lambda: self._deliver(outputs))
@@ -329,3 +345,9 @@ class AsyncEngine:
         self._dead = self._dead or EngineDead(words)
         for mailbox in self._waiters.values():
             mailbox.put_nowait(self._dead)
+        for command in self._commands:
+            if not command.done():
+                command.set_result(self._dead)
+        if not self._ready.done():
+            self._ready.set_exception(self._dead)
+            self._ready.exception()  # seen: nobody need be waiting for it

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rollsync import RolloutRequest, SamplingParams
 from rollsync.rollout.engine.async_engine import AsyncEngine
-from rollsync.rollout.errors import BadRequest, EngineDead, PromptTooLong
+from rollsync.rollout.errors import BadRequest, DuplicateRequest, EngineDead, PromptTooLong
 
 Maker = Callable[[], Any]
 
@@ -68,6 +68,42 @@ def test_a_refusal_reaches_its_own_caller(fake_engine: Maker) -> None:
     asyncio.run(run())
 
 
+def test_a_misspelt_argument_is_the_callers_error_alone(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        with pytest.raises(BadRequest, match="reqest_id"):
+            await asyncio.wait_for(engine.abort(reqest_id="a"), 5)
+        assert (await engine.generate(request("after")))[0].finish_reason == "length"
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_command_that_waits_is_told_when_the_engine_ends(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        crash = asyncio.create_task(engine.generate(request("crash", 99)))
+        commands = [asyncio.create_task(engine.command("status")) for _ in range(50)]
+        results = await asyncio.wait_for(asyncio.gather(crash, *commands, return_exceptions=True), 5)
+        assert isinstance(results[0], EngineDead) and all(isinstance(r, dict | EngineDead) for r in results[1:])
+
+    asyncio.run(run())
+
+
+def test_a_name_in_flight_is_a_duplicate(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        first = asyncio.create_task(engine.generate(request("same", max_tokens=4000)))
+        await asyncio.sleep(0)
+        with pytest.raises(DuplicateRequest, match="still in flight"):
+            await engine.generate(request("same"))
+        await engine.abort(request_id="same")
+        await first
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_step_that_raises_fails_every_waiter(fake_engine: Maker) -> None:
     async def run() -> None:
         engine = await started(fake_engine)
@@ -84,7 +120,12 @@ def test_a_failed_build_is_raised() -> None:
         raise BadRequest("no")
 
     async def run() -> None:
+        engine = AsyncEngine(build)
         with pytest.raises(BadRequest, match="no"):
-            await started(build)
+            await engine.wait_ready()
+        with pytest.raises(EngineDead, match="could not start"):
+            await asyncio.wait_for(engine.generate(request("late")), 5)
+        with pytest.raises(EngineDead, match="could not start"):
+            await asyncio.wait_for(engine.command("status"), 5)
 
     asyncio.run(run())
