@@ -145,7 +145,7 @@ def start_heartbeat(loop: EngineLoop, outbox: Outbox) -> None:
 
 
 def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> None:
-    """Hand what arrives to the loop until it ended or the parent said bye."""
+    """Hand what arrives to the loop until it ended."""
     while not outbox.ended.is_set():
         if not inbox.poll(200):
             continue
@@ -154,8 +154,6 @@ def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> 
             _submit(loop, outbox, message[1])
         elif message[0] == "command":
             loop.command(message[2], message[3], _replier(outbox, message[1]))
-        elif message[0] == "bye":
-            return
 
 
 def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:

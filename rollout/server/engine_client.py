@@ -152,6 +152,14 @@ class EngineProcess:
         self.snapshot.beat_at = time.monotonic() + 10.0  # the interpreter has to come up before it can beat
         watches = (self._read_messages(), self._read_stderr(), self._watch_exit(), self._watch_beats())
         self._tasks = [asyncio.create_task(watch) for watch in watches]
+        for task in self._tasks:
+            task.add_done_callback(self._watch_ended)
+
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        """A reader that raised would leave every waiter waiting: the engine counts as lost instead."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._stopping:
+            self._lose(f"the front can no longer follow the engine process: {type(error).__name__}: {error}")
 
     async def ready(self) -> dict[str, Any]:
         """The engine's info once it serves. Raises the load's error, or EngineDead."""
@@ -191,7 +199,7 @@ class EngineProcess:
                 self._send_command("abort", {"request_ids": request_ids, "reason": reason})
 
     async def stop(self, timeout_s: float = 4.0) -> None:
-        """End the child: bye, then SIGTERM, then SIGKILL. Waiters get EngineDead."""
+        """End the child: SIGTERM, then SIGKILL. Waiters get EngineDead."""
         self._stopping = True
         self._lose("the server is shutting down")
         if self._process is not None:
@@ -291,7 +299,13 @@ class EngineProcess:
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
-        while line := await self._process.stderr.readline():
+        while True:
+            try:
+                line = await self._process.stderr.readline()
+            except ValueError:  # a line over the limit: the stream dropped it and goes on
+                continue
+            if not line:
+                return
             text = line.decode(errors="replace")
             self._last_words.append(text.rstrip())
             sys.stderr.write(text)
@@ -311,7 +325,9 @@ class EngineProcess:
             await asyncio.sleep(1.0)
             late = time.monotonic() - self.snapshot.beat_at
             if late > BEAT_LOST_S and self._waiters:
+                left = list(self._waiters)
                 self._fail_waiters(EngineDead(f"no heartbeat from the engine process for {late:.0f} s"))
+                self.abort_quietly(left, "no heartbeat")  # read when it comes back: nobody waits for this work
 
     def _lose(self, words: str) -> None:
         if self.dead is None:
