@@ -62,7 +62,7 @@ def refusal(access: Access, path: str, headers: dict[str, str]) -> tuple[int, st
         if not is_loopback(host):
             return 403, f"Host must name this machine (localhost or a loopback address), got {host!r}"
         origin = headers.get("origin")
-        if origin is not None and not is_loopback(urlsplit(origin).hostname or ""):
+        if origin is not None and not is_loopback(_hostname(origin.partition("://")[2])):
             return 403, f"Origin must be this machine, got {origin!r}"
     given = headers.get("authorization", "").removeprefix("Bearer ").strip()
     is_control = access.control_token is not None and _equal(given, access.control_token)

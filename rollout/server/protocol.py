@@ -91,6 +91,16 @@ def mapping(path: str, value: Any) -> Any:
     return value
 
 
+def template_variables(path: str, value: Any) -> Any:
+    """Variables only: a caller's own template would be a program of any length on the server."""
+    if "chat_template" in mapping(path, value):
+        raise BadRequest(
+            f"{path}.chat_template is not allowed: the model's template is used; render it yourself and send text",
+            field=f"{path}.chat_template",
+        )
+    return value
+
+
 def include(path: str, value: Any) -> Any:
     if not isinstance(value, list):
         raise _fail(path, "a list of names", value)
@@ -135,7 +145,7 @@ PROMPT_FIELDS = (
     Field("token_ids", token_ids, _IDS, "the prompt as ids; give exactly one of token_ids, text, messages"),
     Field("text", text, _STR, "the prompt as text, tokenised by the server; no special token is added"),
     Field("messages", messages, {"type": "array", "items": {"type": "object"}}, "a chat, rendered by the model's template"),
-    Field("chat_template_kwargs", mapping, {"type": "object"}, "variables for the template (only with messages)"),
+    Field("chat_template_kwargs", template_variables, {"type": "object"}, "variables for the template (only with messages)"),
     Field("max_tokens", _max_tokens, _INT, "overrides sampling_params.max_tokens"),
     Field("seed", _seed, _INT, "overrides sampling_params.seed"),
     Field("first_sample", _first, _INT, "index of the first sample in the seed's stream; default: equal prompts of one seed count on"),
