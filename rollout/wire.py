@@ -73,14 +73,19 @@ def jsonable(value: Any) -> Any:
     return value
 
 
+def _encodable(text: str) -> str:
+    """`text` with lone surrogates (a caller's unknown key may hold one) written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def error_to_wire(error: BaseException) -> dict[str, Any]:
     """{"code", "message", "field"?} of a named error; any other exception becomes "internal" with its class name."""
     if not isinstance(error, RollsyncError):
-        return {"code": "internal", "message": f"{type(error).__name__}: {error}"}
-    wire = {"code": error.code, "message": str(error)}
+        return {"code": "internal", "message": _encodable(f"{type(error).__name__}: {error}")}
+    wire = {"code": error.code, "message": _encodable(str(error))}
     field = getattr(error, "field", None)
     if field is not None:
-        wire["field"] = field
+        wire["field"] = _encodable(field)
     return wire
 
 

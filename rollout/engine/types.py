@@ -5,7 +5,6 @@ Everything here is plain Python (no tensors) and survives msgpack, so a runner o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,8 +16,8 @@ U64 = 1 << 64
 
 
 def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
-    """A finite float in [low, high], or BadRequest naming `name`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+    """A float in [low, high] (finite bounds, so NaN and infinities fail), or BadRequest naming `name`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise BadRequest(f"{name} must be {allowed}, got {value!r}", field=name)
     return float(value)
 
@@ -31,14 +30,28 @@ def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """A tuple of non-negative ints, or BadRequest naming the first offender."""
+    """A tuple of ints in [0, 2**31), or BadRequest naming the first offender."""
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise BadRequest(f"{name} must be a list of token ids, got {type(value).__name__}", field=name)
     ids = tuple(value)
     for i, v in enumerate(ids):
-        if isinstance(v, bool) or not isinstance(v, int) or v < 0:
-            raise BadRequest(f"{name}[{i}] must be a token id (an int >= 0), got {v!r}", field=name)
+        if isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 31:
+            raise BadRequest(f"{name}[{i}] must be a token id (an int in [0, 2**31)), got {v!r}", field=name)
     return ids
+
+
+def is_utf8(text: str) -> bool:
+    """False for a string with a lone surrogate, which no wire can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(name: str, value: str) -> None:
+    if not is_utf8(value):
+        raise BadRequest(f"{name} must be text that UTF-8 can encode (no lone surrogate), got {value!r}", field=name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +106,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise BadRequest(f"stop must be a non-empty string or a list of them, got {self.stop!r}", field="stop")
+        for s in stop:
+            _text("stop", s)
         put(self, "stop", stop)
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
@@ -146,6 +161,7 @@ class RolloutRequest:
         put(self, "include", tuple(self.include))
         if not isinstance(self.request_id, str) or not self.request_id:
             raise BadRequest(f"request_id must be a non-empty string, got {self.request_id!r}", field="request_id")
+        _text("request_id", self.request_id)
         if not self.prompt_token_ids:
             raise BadRequest("prompt_token_ids must hold at least one id, got none", field="prompt_token_ids")
         for name in self.include:
@@ -161,6 +177,7 @@ class RolloutRequest:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise BadRequest(f"{name} must be a string or null, got {value!r}", field=name)
+            _text(name, value or "")
 
     def to_wire(self) -> dict[str, Any]:
         """Msgpack-able dict; `from_wire` is its inverse."""

@@ -7,14 +7,14 @@ field by its path. What can only be judged per prompt (too long, an id outside t
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from ..engine.types import INCLUDES, MAX_SAMPLES, U64, SamplingParams
+from ..engine.types import INCLUDES, MAX_SAMPLES, U64, SamplingParams, is_utf8
 from ..errors import BadRequest, NotSupported
 from ..fields import field_docs
 from ..wire import is_array, unpack_array
@@ -41,12 +41,14 @@ def integer(low: int, high: int, allowed: str) -> Check:
 def string(path: str, value: Any) -> Any:
     if not isinstance(value, str) or not value:
         raise _fail(path, "a non-empty string", value)
-    return value
+    return text(path, value)
 
 
 def text(path: str, value: Any) -> Any:
     if not isinstance(value, str):
         raise _fail(path, "a string", value)
+    if not is_utf8(value):
+        raise _fail(path, "text that UTF-8 can encode (no lone surrogate)", value)
     return value
 
 
@@ -57,7 +59,7 @@ def boolean(path: str, value: Any) -> Any:
 
 
 def seconds(path: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise _fail(path, "a finite number of seconds > 0", value)
     return float(value)
 

@@ -105,7 +105,6 @@ class Ticket:
 
     async def _submit(self, i: int, prompt: PromptSpec) -> None:
         ids = await self._ids(i, prompt)
-        self.prompt_ids[i] = ids
         vocabulary = self._engine.snapshot.info.get("embed_size")
         for name, given in (("token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", prompt.forced_token_ids)):
             check_vocabulary(f"prompts[{i}].{name}", given, vocabulary)
@@ -123,6 +122,7 @@ class Ticket:
             session=self.call.session,
             priority=self.call.priority,
         )
+        self.prompt_ids[i] = ids  # only now known to fit the reply's int32
         if prompt.first_sample is None:
             self._counts[key] += prompt.params.n
         if self.aborted is not None:

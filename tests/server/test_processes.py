@@ -178,6 +178,7 @@ def test_keys_hosts_and_sizes(serving: Any) -> None:
             assert [http.post("/v1/engine/abort", json={"all": True}, headers=h).status_code for h in ({}, key, control)] == [401, 401, 200]
             assert http.get("/version", headers={"Host": "evil.example"}).status_code == 403
             assert http.get("/version", headers={"Origin": "http://evil.example"}).status_code == 403
+            assert http.get("/version", headers={"Origin": "http://["}).status_code == 403
             assert http.get("/version", headers={"Origin": "http://localhost:3000"}).status_code == 200
             big = http.post("/v1/rollouts", content=b" " * 1001, headers=key)
             assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")

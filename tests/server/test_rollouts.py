@@ -111,20 +111,38 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"prompts": [{"token_ids": [1], "max_tokens": -1}]}, "prompts[0].max_tokens"),
     ({"prompts": [{"token_ids": [1], "continue_from": [2]}], "n": 2}, "prompts[0].continue_from"),
     ({"prompts": [{"messages": [{"content": "no role"}]}]}, "prompts[0].messages[0]"),
+    (
+        {"prompts": [{"messages": [{"role": "user"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}]},
+        "prompts[0].chat_template_kwargs.chat_template",
+    ),
+    (body([1], deadline_s=10**400), "deadline_s"),
+    (body([1], sampling_params={"temperature": 10**400}), "sampling_params.temperature"),
+    (body([1], sampling_params={"stop_token_ids": [10**30]}), "sampling_params.stop_token_ids"),
+    (body([1], sampling_params={"stop": ["\ud800"]}), "sampling_params.stop"),
+    (body([1], group="\ud800"), "group"),
+    (body([1], session="\ud800"), "session"),
+    (body([1], request_id="\ud800"), "request_id"),
+    ({"prompts": [{"text": "a\ud800"}]}, "prompts[0].text"),
+    (body([1], **{"\ud800": 1}), "\\ud800"),
 ]
 
 
 def test_bad_bodies_are_refused_by_field(server: Any) -> None:
     with httpx.Client(base_url=server.url) as http:
         for content, field in BAD_BODIES:
-            answer = http.post("/v1/rollouts", json=content)
-            assert (answer.status_code, answer.json()["error"].get("field")) == (400, field), answer.text
+            sent = json.dumps(content)  # httpx's own would refuse a lone surrogate
+            for accept in ("application/json", MSGPACK):
+                answer = http.post("/v1/rollouts", content=sent, headers={"Content-Type": "application/json", "Accept": accept})
+                told = msgpack.unpackb(answer.content) if accept == MSGPACK else answer.json()
+                assert (answer.status_code, told["error"].get("field")) == (400, field), answer.text
         for text in ('{"prompts": NaN}', '{"a": -Infinity}', "{", "\xff", "[" * 100000, '{"n": ' + "9" * 5000 + "}"):
             assert http.post("/v1/rollouts", content=text.encode("latin-1")).status_code == 400, text[:20]
         for raw in (b"", b"\xc1", msgpack.packb({"prompts": [{"token_ids": {"dtype": "<i4", "shape": [2], "data": b"abc"}}]})):
             assert http.post("/v1/rollouts", content=raw, headers={"Content-Type": MSGPACK}).status_code == 400
         huge = [2**63, -(2**70)]
         assert http.post("/v1/rollouts", json=body(huge)).status_code == 400
+        streamed = http.post("/v1/rollouts", json=body(huge, [1], stream=True), headers={"Accept": "text/event-stream"}).text
+        assert "event: sample" in streamed and "event: done" in streamed
         assert http.post("/v1/rollouts", json=body([1])).status_code == 200
 
 
