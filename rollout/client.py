@@ -88,6 +88,12 @@ def _check_protocol(version: dict[str, Any]) -> None:
         raise ProtocolMismatch(f"server speaks protocol {spoken}, this client {PROTOCOL_VERSION}: install the same rollsync on both sides")
 
 
+def _silence(timeout_s: float) -> httpx.Timeout:
+    """At most `timeout_s` of silence, but enough for one try when none is left."""
+    longest_s = max(timeout_s, 0.1)
+    return httpx.Timeout(longest_s, connect=min(longest_s, CONNECT_TIMEOUT_S))
+
+
 def _post(body: dict[str, Any]) -> dict[str, Any]:
     return {"content": msgpack.packb(body), "headers": {"Content-Type": MSGPACK}}
 
@@ -186,14 +192,15 @@ class RolloutClient:
     def wait_until_ready(self, deadline_s: float = 600.0) -> None:
         """Return once the server serves. ServerUnreachable with the last reason after `deadline_s`."""
         end = time.monotonic() + deadline_s
-        while (reason := self._not_ready()) is not None:
+        while (reason := self._not_ready(end - time.monotonic())) is not None:
             if time.monotonic() >= end:
                 raise ServerUnreachable(f"{self._settings.base_url} was not ready within {deadline_s:g} s: {reason}")
-            time.sleep(0.1)
+            time.sleep(max(0.0, min(0.1, end - time.monotonic())))
 
-    def _not_ready(self) -> str | None:
+    def _not_ready(self, timeout_s: float) -> str | None:
+        """Why the server does not serve, or None; each silence is waited for `timeout_s` at most."""
         try:
-            health = self.health()
+            health = self._call("GET", "/health/ready", (503,), timeout=_silence(timeout_s))
         except ServerUnreachable as error:
             return str(error)
         return None if health["ready"] else str(health.get("reason"))
@@ -299,14 +306,15 @@ class AsyncRolloutClient:
 
     async def wait_until_ready(self, deadline_s: float = 600.0) -> None:
         end = time.monotonic() + deadline_s
-        while (reason := await self._not_ready()) is not None:
+        while (reason := await self._not_ready(end - time.monotonic())) is not None:
             if time.monotonic() >= end:
                 raise ServerUnreachable(f"{self._settings.base_url} was not ready within {deadline_s:g} s: {reason}")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(max(0.0, min(0.1, end - time.monotonic())))
 
-    async def _not_ready(self) -> str | None:
+    async def _not_ready(self, timeout_s: float) -> str | None:
+        """Why the server does not serve, or None; each silence is waited for `timeout_s` at most."""
         try:
-            health = await self.health()
+            health = await self._call("GET", "/health/ready", (503,), timeout=_silence(timeout_s))
         except ServerUnreachable as error:
             return str(error)
         return None if health["ready"] else str(health.get("reason"))

@@ -16,7 +16,8 @@ import httpx
 import msgpack
 import pytest
 from rollsync import AsyncRolloutClient, RolloutClient, SamplingParams
-from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong
+from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong, ServerUnreachable
+from rollsync.rollout.metrics import FrontCounters, render
 from rollsync.rollout.wire import MSGPACK, unpack_array
 
 FOREVER = {"max_tokens": 4000}
@@ -220,6 +221,31 @@ def test_status_and_health_answer_while_it_works(until: Until, server: Any, clie
     assert "rollsync_running_samples" in page and 'finish_reason="abort"' in page
     for line in page.splitlines():
         assert line.startswith("#") or (len(line.rsplit(" ", 1)) == 2 and math.isfinite(float(line.rsplit(" ", 1)[1])))
+
+
+def test_engine_totals_are_counters() -> None:
+    page = render(FrontCounters(), {"generated_tokens": 5, "finished": 2, "aborted": 1, "running": 0}, {}, True, True)
+    for line in (
+        "# TYPE rollsync_generated_tokens_total counter",
+        "# TYPE rollsync_engine_samples_finished_total counter",
+        "# TYPE rollsync_engine_samples_aborted_total counter",
+        "# TYPE rollsync_running_samples gauge",
+    ):
+        assert line in page.splitlines()
+
+
+def test_waiting_for_a_silent_server_ends_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with RolloutClient(url) as client, pytest.raises(ServerUnreachable, match="not ready within"):
+            client.wait_until_ready(0.3)
+
+        async def run() -> None:
+            async with AsyncRolloutClient(url) as client:
+                with pytest.raises(ServerUnreachable, match="not ready within"):
+                    await client.wait_until_ready(0.3)
+
+        asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_many_calls_at_once_are_not_capped(server: Any) -> None:
