@@ -1,4 +1,4 @@
-"""Rollsync: an RL-rollout inference service whose logprobs are the trainer's bits.
+"""Rollsync: RL-rollout inference whose tokens and logprobs are the same bits however a request is served.
 
 Names are imported on first use, so `import rollsync` needs neither torch nor a server package.
 """

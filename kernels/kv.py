@@ -15,7 +15,7 @@ from .memory import Region
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvLayout:
-    """Sizes of the pool. Head size is padded to 32 in the native layout (native/attention.h)."""
+    """Sizes of the pool. Head size is padded to 32 in the native layout (native/kv.h)."""
 
     num_blocks: int
     block_tokens: int

@@ -1,4 +1,4 @@
-"""Page-aligned anonymous memory on huge pages where the system grants them. Untouched pages cost nothing."""
+"""Anonymous memory on huge pages where the system grants them, backed when touched or populated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Region:
         self._offset = -start % _HUGE
         self.address = start + self._offset
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def populate(self, offset: int, size: int) -> bool:
         """Have the system back [offset, offset + size) now instead of at first use; False where it cannot."""

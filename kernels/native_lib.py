@@ -94,8 +94,9 @@ def omp_parallel() -> int:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return 0
+    mapped = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")}
     for name in ("libgomp", "libiomp5", "libomp"):
-        paths = {line.split()[-1] for line in maps.splitlines() if name in os.path.basename(line.split()[-1])}
+        paths = {path for path in mapped if name in os.path.basename(path)}
         for path in sorted(paths):
             fn = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
             if fn is not None:

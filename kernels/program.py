@@ -48,6 +48,9 @@ class Program(Protocol):
     def run(self) -> None:
         """One step on what the arrays hold now."""
 
+    def close(self) -> None:
+        """Free the activations. Nothing runs after this."""
+
 
 class _Buffer:
     """Rows in panels (see native/linear.h), or row-major."""
@@ -58,6 +61,9 @@ class _Buffer:
         self.ld = padded if panels else -(-width // 16) * 16
         self._region = Region(-(-rows // 32) * 32 * self.ld * dtype.itemsize)  # huge pages: rows of a block lie in as many small ones
         self.address = self._region.address
+
+    def close(self) -> None:
+        self._region.close()
 
 
 class NativeProgram:
@@ -200,9 +206,10 @@ class NativeProgram:
         self.step.logits, self.step.ld_logits, self.step.piece_rows = out.address, out.ld, piece
         self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, out=out.address, ld_out=out.ld, rows_mode=1)
 
-    @property
-    def num_ops(self) -> int:
-        return len(self._ops)
+    def close(self) -> None:
+        """Free the activations."""
+        for buffer in self._buffers.values():
+            buffer.close()
 
     def run(self, begin: int = 0, end: int | None = None) -> None:
         """Ops [begin, end): all of them, or the stretch between two points where ranks exchange partial sums."""

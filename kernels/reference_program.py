@@ -149,3 +149,7 @@ class ReferenceProgram:
         with torch.inference_mode():
             for call in self._calls:
                 call()
+
+    def close(self) -> None:
+        """Nothing of its own to free: activations are temporary tensors."""
+        self._calls.clear()

@@ -48,6 +48,9 @@ class Weights(Protocol):
     def read(self, param: str) -> Tensor:
         """The logical parameter, bit for bit as written."""
 
+    def close(self) -> None:
+        """Free the memory. Nothing reads it after this."""
+
 
 def _check_slice(name: str, spec: WeightSpec, row: int, col: int, tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     rows, cols = (tensor.shape[0], 1) if tensor.ndim == 1 else (tensor.shape[0], tensor.shape[1])
@@ -77,6 +80,9 @@ class ReferenceWeights:
 
     def read(self, param: str) -> Tensor:
         return self.tensors[param].clone()
+
+    def close(self) -> None:
+        self.tensors.clear()
 
 
 class NativeWeights:
@@ -151,3 +157,6 @@ class NativeWeights:
             self._code, self.address(param), out.data_ptr(), spec.k, spec.n, spec.k, spec.layout == "gate_up", 0, spec.n, 0, spec.k
         )
         return out
+
+    def close(self) -> None:
+        self._region.close()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
 from .engine.types import SamplingParams
-from .errors import RollsyncError, ServerUnreachable
+from .errors import BadRequest, RollsyncError, ServerUnreachable
 from .wire import error_from_wire, is_array, pack_array, unpack_array
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -93,6 +93,8 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
         return {"text": prompt}
     if isinstance(prompt, dict):
         return prompt
+    if not isinstance(prompt, Iterable):
+        raise BadRequest(f"prompts must be texts, lists of token ids or dicts, got {prompt!r}", field="prompts")
     ids = list(prompt)
     fits = all(type(i) is int and -(1 << 31) <= i < 1 << 31 for i in ids)
     return {"token_ids": pack_array("<i4", ids) if fits else ids}
@@ -102,6 +104,10 @@ def rollouts_body(
     prompts: Sequence[Prompt], n: int | None, sampling_params: SamplingParams | dict[str, Any] | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """The body of `POST /v1/rollouts`. `n` wins over `sampling_params.n`."""
+    if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
+        raise BadRequest(f"prompts must be a list of prompts, got {type(prompts).__name__}: put a single one into a list", field="prompts")
+    if isinstance(options.get("include"), str):
+        raise BadRequest(f"include must be a list of names, got {options['include']!r}", field="include")
     params = sampling_params.to_wire() if isinstance(sampling_params, SamplingParams) else dict(sampling_params or {})
     own_n = params.pop("n", 1)
     body = {"prompts": [_prompt(p) for p in prompts], "n": own_n if n is None else n, "sampling_params": params}

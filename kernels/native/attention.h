@@ -220,7 +220,7 @@ template <class T>
 struct AttentionItem {
   const Op& op;
   const Step& st;
-  int head, t0, nt, shared, num_blocks, rep, rows, hd, hp;
+  int head, t0, nt, shared, most_keys, num_blocks, rep, rows, hd, hp;
   int64_t width;  // keys of a score row
   bool plain;     // blocks smaller than a unit
   Pages<T> pages;
@@ -231,7 +231,7 @@ struct AttentionItem {
 
   AttentionItem(const Op& o, const Step& step, int index) : op(o), st(step), pages{step, o.layer, o.kv_heads, round_up(o.head_dim, 32)} {
     const int32_t* it = st.items + (index / op.kv_heads) * 4;
-    head = index % op.kv_heads, t0 = it[0], nt = it[1], shared = it[2], num_blocks = ceil_div(it[3], 32);
+    head = index % op.kv_heads, t0 = it[0], nt = it[1], shared = it[2], most_keys = it[3], num_blocks = ceil_div(most_keys, 32);
     rep = op.heads / op.kv_heads, rows = nt * rep, hd = op.head_dim, hp = pages.hp;
     width = (int64_t)num_blocks * 32;
     plain = st.block_tokens < 32;
@@ -317,7 +317,7 @@ struct AttentionItem {
   }
 
   void run() {
-    gather_units(pages, table(nt - 1), head, 0, shared, keys(nt - 1), units, spare);
+    gather_units(pages, table(nt - 1), head, 0, shared, most_keys, units, spare);
     for (int r = 0; r < rows; r += 16) {
       int m = std::min(rows - r, 16), begin, end;
       shared_range(r, m, begin, end);

@@ -24,7 +24,7 @@ class CacheConfig:
     block_tokens: int = 32
     """tokens per KV block; a power of two (32 is the layout the AMX kernels read in place)"""
     memory_bytes: int | None = None
-    """size of the KV pool in bytes; default: a quarter of the available memory, at most 2 GiB on CPU"""
+    """size of the KV pool in bytes, all of it resident soon after the start; default: a quarter of the available memory, at most 2 GiB"""
     num_blocks: int | None = None
     """size of the KV pool in blocks; wins over memory_bytes"""
     prefix_cache: bool = True

@@ -223,7 +223,7 @@ class Engine:
         """Sample for a list of prompts and wait; results in the order of `prompts`.
 
         Args:
-            prompts: each a text, a list of token ids, or a list of chat messages.
+            prompts: each a text, a list of token ids, a list of chat messages, or a prompt object (see `generate.Prompt`).
             params: one for all, or one per prompt. The same prompt twice under the same seed goes on counting samples.
             progress: a line on stderr.
             include: columns wanted besides ids and logprobs; see RolloutRequest.

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
     from .engine import Engine
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
+"""text, token ids, chat messages, or a prompt object as in `POST /v1/rollouts`: {"token_ids" | "text" | "messages": …} with
+forced_token_ids, continue_from or first_sample"""
+
+_OWN_FIELDS = ("forced_token_ids", "continue_from", "first_sample")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,10 +97,27 @@ def _prompt_ids(engine: Engine, prompt: Prompt) -> tuple[int, ...]:
     return tuple(items)
 
 
+def _split(prompt: Prompt) -> tuple[Prompt, dict[str, Any]]:
+    """A prompt object as what to sample from and its own request fields."""
+    if not isinstance(prompt, dict):
+        return prompt, {}
+    kinds = [kind for kind in ("token_ids", "text", "messages") if kind in prompt]
+    unknown = sorted(prompt.keys() - {*kinds, *_OWN_FIELDS})
+    if len(kinds) != 1 or unknown:
+        raise BadRequest(
+            f"must hold one of token_ids, text and messages, and of others only {', '.join(_OWN_FIELDS)}; got {', '.join(prompt)}"
+        )
+    return prompt[kinds[0]], {name: prompt[name] for name in _OWN_FIELDS if name in prompt}
+
+
+def _params(value: SamplingParams | dict[str, Any]) -> SamplingParams:
+    return SamplingParams.from_wire(value) if isinstance(value, dict) else value
+
+
 def _requests(
     engine: Engine,
     prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None,
     include: tuple[str, ...],
     prefix: str,
 ) -> list[RolloutRequest]:
@@ -104,20 +125,26 @@ def _requests(
     if isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__"):
         raise BadRequest(f"prompts must be a list of prompts, got {type(prompts).__name__}: put a single one into a list", field="prompts")
     prompts = list(prompts)
-    each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    if isinstance(include, str):
+        raise BadRequest(f"include must be a list of names, got {include!r}", field="include")
+    one = params is None or isinstance(params, SamplingParams | dict)
+    each = [_params(params or SamplingParams())] * len(prompts) if one else [_params(p) for p in params]  # type: ignore[arg-type, union-attr]
     if len(each) != len(prompts):
         raise BadRequest(f"params must be one SamplingParams or one per prompt: got {len(each)} for {len(prompts)} prompts", field="params")
-    counted: dict[tuple[tuple[int, ...], int], int] = {}
+    counted: dict[tuple[tuple[int, ...], int | None], int] = {}
     requests = []
     for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
         try:
-            ids = _prompt_ids(engine, prompt)
-            first = 0
-            if own.seed is not None:
+            content, fields = _split(prompt)
+            ids = _prompt_ids(engine, content)
+            first = fields.pop("first_sample", None)
+            if first is None and own.seed is None:
+                first = 0
+            elif first is None:
                 first = counted.get((ids, own.seed), 0)
                 counted[ids, own.seed] = first + own.n
             request = RolloutRequest(
-                request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=own, first_sample=first, include=tuple(include)
+                request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=own, first_sample=first, include=tuple(include), **fields
             )
             engine.check_request(request)
         except BadRequest as error:
@@ -129,7 +156,7 @@ def _requests(
 def generate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None,
     *,
     progress: bool,
     include: tuple[str, ...],
@@ -156,6 +183,7 @@ def generate(
                 num_tokens += engine.scheduler.counters["generated_tokens"] - before
                 if line is not None:
                     line.show(num_done, num_tokens, last=not queue and not engine.has_work)
+            interrupt.check()  # a Ctrl-C during the last step
         except BaseException:
             engine.abort(all=True, reason="generate was interrupted")
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from .batch import BatchBuilder, Slots
 from .config import EngineConfig
 from .planner import MAX_FORCED_ROWS
 from .runner_info import RunnerInfo
+from .sequence import MAX_BANNED_IDS
 from .types import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -31,15 +33,21 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """called with (phase, fraction done)"""
 
-_BANNED_IDS = 64
-"""room for banned ids per logits row, on average"""
+_CGROUP_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 def available_memory() -> int:
-    """Bytes the system can give without swapping."""
+    """Bytes this process can have without swapping, within its container's limit."""
+    free = []
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            free.append(int(line.split()[1]) * 1024)
+    for limit, usage in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # not this kind of cgroup, or "max"
+            root = Path("/sys/fs/cgroup")
+            free.append(max(0, int((root / limit).read_text()) - int((root / usage).read_text())))
+    if free:
+        return min(free)
     raise ConfigError("the available memory cannot be read here: give cache.memory_bytes or cache.num_blocks")
 
 
@@ -50,15 +58,23 @@ def choose_kernels(wanted: str | None) -> str:
         ConfigError: `wanted` is not compiled or does not run on this CPU.
     """
     available = native_lib.available_builds()
+    for build in available if wanted is None else ():
+        try:
+            return native_lib.load_build(build).build
+        except OSError as error:
+            log.warning("not using the %s kernels: %s", build, error)
     if wanted is None:
-        if available:
-            return available[0]
         log.warning(
             "no native CPU kernels: running the reference in plain torch, far slower. Install a C++ compiler and reinstall rollsync."
         )
         return "reference"
     if wanted != "reference" and wanted not in available:
         raise ConfigError(f"kernels {wanted!r} do not run here (available: {', '.join([*available, 'reference'])})")
+    if wanted != "reference":
+        try:
+            native_lib.load_build(wanted)
+        except OSError as error:
+            raise ConfigError(f"kernels {wanted!r} do not run here: {error}") from error
     return wanted
 
 
@@ -97,8 +113,9 @@ class ModelRunner:
     """weight version of the next forward pass"""
 
     def __init__(self, config: EngineConfig, *, progress: Progress = _ignore) -> None:
-        path = resolve_model_path(config.model)
-        if path.suffix == ".gguf" and config.load_format in ("auto", "gguf"):
+        path, load_format = resolve_model_path(config.model), config.load_format
+        if path.suffix == ".gguf" and load_format in ("auto", "gguf"):
+            load_format = "safetensors"
             path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
         model = load_decoder_config(path)
         kernels = choose_kernels(config.numerics.kernels)
@@ -125,15 +142,12 @@ class ModelRunner:
             dtype=dtype,
         )
         self._build(config, model, kernels, layout)
-        load_format = config.load_format if config.load_format == "dummy" else "auto"
-        load_weights(
-            model,
-            path,
-            load_format,
-            self.weights,
-            dtype=dtype,
-            progress=lambda done, total: progress("loading weights", done / max(total, 1)),
-        )
+        try:
+            report = lambda done, total: progress("loading weights", done / max(total, 1))  # noqa: E731
+            load_weights(model, path, load_format, self.weights, dtype=dtype, progress=report)
+        except BaseException:
+            self.close()
+            raise
         self.info = RunnerInfo(
             model=config.model,
             num_blocks=layout.num_blocks,
@@ -179,7 +193,7 @@ class ModelRunner:
                 rows=rows,
                 slots=config.scheduler.max_num_seqs,
                 table_blocks=-(-config.max_model_len // config.cache.block_tokens),
-                banned=rows * _BANNED_IDS,
+                banned=rows * MAX_BANNED_IDS,
             )
         )
 
@@ -231,5 +245,7 @@ class ModelRunner:
         )
 
     def close(self) -> None:
-        """Free the KV pool. The weights go with the object."""
+        """Free the KV pool, the weights and the buffers. Nothing runs after this."""
         self._kv.close()
+        self._program.close()
+        self.weights.close()

@@ -18,6 +18,9 @@ class StopMatcher(Protocol):
         """The stop string that this token completes, if any."""
 
 
+MAX_BANNED_IDS = 64
+"""ids that a row may not draw (EOS and stop ids under min_tokens)"""
+
 StopMatcherFactory = Callable[[tuple[str, ...]], StopMatcher]
 
 
@@ -56,6 +59,12 @@ def check_request(spec: RolloutRequest, info: RunnerInfo) -> None:
     check_ids("continue_from", spec.continue_from, info.embed_size, "ids the model can be fed")
     check_ids("forced_token_ids", spec.forced_token_ids, info.embed_size, "ids the model can be fed")
     check_ids("stop_token_ids", spec.params.stop_token_ids, info.vocab_size, "ids the model can sample")
+    banned = {*spec.params.stop_token_ids, *(() if spec.params.ignore_eos else info.eos_token_ids)}
+    if spec.params.min_tokens and len(banned) > MAX_BANNED_IDS:
+        raise BadRequest(
+            f"stop_token_ids with min_tokens may name at most {MAX_BANNED_IDS} ids, the model's EOS ids included; got {len(banned)}",
+            field="stop_token_ids",
+        )
     prompt_tokens = len(spec.prompt_token_ids)
     new = 0 if spec.params.max_tokens == 0 else 1
     pool_tokens = info.num_blocks * info.block_tokens

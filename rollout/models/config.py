@@ -124,6 +124,8 @@ def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (),
     problems = [f"{key} is missing" for key in _REQUIRED if raw.get(key) is None] + rope_problems + _refused(raw, name)
     if dtype not in CHECKPOINT_DTYPES:
         problems.append(f"dtype {dtype} (supported: {', '.join(CHECKPOINT_DTYPES)})")
+    if not problems:
+        problems = _bad_shapes(raw)
     if problems:
         raise UnsupportedModel(f"{where}: {'; '.join(problems)}")
     heads = raw["num_attention_heads"]
@@ -147,6 +149,18 @@ def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (),
         bos_token_id=raw.get("bos_token_id"),
         dtype=dtype,
     )
+
+
+def _bad_shapes(raw: dict[str, Any]) -> list[str]:
+    """Head counts and sizes that no attention of ours computes."""
+    heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    problems = []
+    if heads % kv_heads:
+        problems.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        problems.append(f"head_dim {head_dim} is odd; rotary embedding takes it in halves")
+    return problems
 
 
 def _parse_rope(raw: dict[str, Any]) -> tuple[RopeScaling, float, list[str]]:

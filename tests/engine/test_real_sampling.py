@@ -76,10 +76,10 @@ def test_a_stop_id_ends_a_sample_and_is_kept(engine: Engine) -> None:
 
 
 def test_no_stop_id_is_drawn_under_min_tokens(engine: Engine) -> None:
-    stops = tuple(range(0, 256, 2))
+    stops = tuple(range(0, 256, 2))[:60]
     for output in sample(engine, n=8, stop_token_ids=stops, min_tokens=6):
-        assert all(token % 2 for token in output.token_ids[:6])
-        assert output.finish_reason == "stop" and output.token_ids[-1] % 2 == 0
+        assert not set(stops) & set(output.token_ids[:6])
+        assert output.finish_reason != "stop" or output.token_ids[-1] in stops
         masses = [t - p for t, p in zip(output.temperature_logprobs or [], output.logprobs, strict=True)]
         assert max(masses[:6]) < -1e-3 and masses[6:] == [0.0] * len(masses[6:]), "the ids left share all the mass, and only so long"
 
