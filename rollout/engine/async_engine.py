@@ -310,7 +310,11 @@ class AsyncEngine:
             self._aio.call_soon_threadsafe(function)
 
     def ready(self, engine: Any) -> None:
-        self._call(lambda: self._ready.done() or self._ready.set_result(getattr(engine, "info", None)))
+        def serve() -> None:
+            if not self._ready.done():
+                self._ready.set_result(getattr(engine, "info", None))
+
+        self._call(serve)
 
     def failed(self, error: BaseException) -> None:
         def fail() -> None:

@@ -344,5 +344,3 @@ def check_vocabulary(path: str, ids: tuple[int, ...], size: int | None) -> None:
     if ids and size is not None and (min(ids) < 0 or max(ids) >= size):
         i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < size)
         raise BadRequest(f"{path}[{i}] must be a token id in [0, {size}), got {bad}", field=f"{path}[{i}]")
-
-
