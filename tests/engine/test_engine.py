@@ -141,7 +141,7 @@ def test_ids_are_checked_against_the_model() -> None:
     for field, req in {
         "prompt_token_ids": request("r", [1, EMBED]),
         "stop_token_ids": request("r", [1], stop_token_ids=(VOCAB,)),
-        "forced_token_ids": request("r", [1], forced_token_ids=(1 << 63,)),
+        "forced_token_ids": request("r", [1], forced_token_ids=(1 << 30,)),
         "continue_from": request("r", [1], continue_from=(EMBED,)),
     }.items():
         with pytest.raises(BadRequest, match=field) as error:
