@@ -122,7 +122,7 @@ def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive) -> None:
     process: subprocess.Popen[str] = spawn("--port", str(port), model="fake-slow-load")
     try:
         with RolloutClient(f"http://127.0.0.1:{port}") as client:
-            until(lambda: not isinstance(client._not_ready(), str) or "loading" in str(client._not_ready()))
+            until(lambda: not isinstance(why := client._not_ready(5.0), str) or "loading" in why)
             health = client.health()
             assert (health["live"], health["ready"], health["progress"]) == (True, False, 0.5)
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/rollouts", json={"prompts": [{"token_ids": [1]}]})
