@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -96,6 +98,8 @@ class Engine:
         )
         self._broken: str | None = None
         self._closed = False
+        self._pid = os.getpid()
+        self._stepping = threading.Lock()
         self._seconds = {"plan": 0.0, "execute": 0.0, "update": 0.0}
         self._num_generate_calls = 0
 
@@ -115,6 +119,8 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise IllegalState("the engine is closed; make a new one")
+        if os.getpid() != self._pid:  # its threads did not come along
+            raise IllegalState(f"the engine belongs to process {self._pid}; a forked process needs one of its own")
         if self._broken is not None:
             raise IllegalState(f"the engine is broken and can only be closed; a step failed with: {self._broken}")
 
@@ -193,6 +199,14 @@ class Engine:
         An exception within comes through as it is; after it the engine is broken and can only be closed.
         """
         self._check_usable()
+        if not self._stepping.acquire(blocking=False):
+            raise IllegalState("another thread is in step(): an engine is driven by one thread")
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> list[SampleOutput]:
         seconds = self._seconds
         try:
             t0 = time.perf_counter()
@@ -215,7 +229,7 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
         include: tuple[str, ...] = (),

@@ -141,7 +141,10 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=dtype,
         )
-        self._build(config, model, kernels, layout)
+        try:
+            self._build(config, model, kernels, layout)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise ConfigError(f"{layout.nbytes} bytes of KV pool and the weights cannot be had ({error}): lower cache.memory_bytes") from error
         try:
             report = lambda done, total: progress("loading weights", done / max(total, 1))  # noqa: E731
             load_weights(model, path, load_format, self.weights, dtype=dtype, progress=report)

@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,10 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from .dequantize import Floats
 from .gguf import GgufFile
 from .params import FINAL_NORM
 
+_ABANDONED_S = 600.0
 _FORMAT = 1
 """part of the folder's name: raise it when what is written changes"""
 
@@ -48,8 +51,12 @@ def cached_checkpoint(
     target = root / f"{path.stem}-{_digest(path)}"
     if target.is_dir():
         return target
-    root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=root))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=root))
+    except OSError as error:
+        raise ConfigError(f"the cache folder {root} cannot be written ({error}); name another with ROLLSYNC_CACHE") from error
     try:
         _write_folder(gguf, scratch, progress)
         scratch.chmod(0o755)
@@ -61,6 +68,14 @@ def cached_checkpoint(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _sweep(root: Path) -> None:
+    """Remove what a conversion that was killed left behind; a living one touches its folder every few seconds at most."""
+    for left in root.glob(".*-*"):
+        newest = max((f.stat().st_mtime for f in [left, *left.glob("*")]), default=0.0)
+        if left.is_dir() and time.time() - newest > _ABANDONED_S:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _digest(path: Path) -> str:

@@ -62,7 +62,10 @@ class SafetensorsCheckpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtype: dict[str, str] = {}
         for file in _safetensors_files(folder):
-            handle = safe_open(file, framework="pt")
+            try:
+                handle = safe_open(file, framework="pt")
+            except Exception as error:  # safetensors has no exception of its own to name
+                raise CheckpointError(f"{file} is damaged ({error}): fetch it again, or delete its folder if Rollsync made it") from error
             self._open[file.name] = handle
             for name in handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys():
                 piece = handle.get_slice(name)

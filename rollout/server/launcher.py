@@ -61,14 +61,14 @@ def secret(value: str | None) -> str | None:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. ConfigError says what is wrong with the address or the port."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port must be in [0, 65535], got {port}")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(BACKLOG)
-    except OverflowError:
-        raise ConfigError(f"--port must be in [0, 65535], got {port}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is in use: choose another with --port (0 takes a free one)") from None
