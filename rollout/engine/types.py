@@ -5,6 +5,7 @@ Everything here is plain Python (no tensors) and survives msgpack, so a runner o
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -34,6 +35,8 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise BadRequest(f"{name} must be a list of token ids, got {type(value).__name__}", field=name)
     ids = tuple(value)
+    if not all(type(v) is int for v in ids):  # numpy's integers and the like
+        ids = tuple(operator.index(v) if hasattr(v, "__index__") and not isinstance(v, bool) else v for v in ids)
     for i, v in enumerate(ids):
         if isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 31:
             raise BadRequest(f"{name}[{i}] must be a token id (an int in [0, 2**31)), got {v!r}", field=name)
