@@ -144,7 +144,7 @@ class ModelRunner:
         try:
             self._build(config, model, kernels, layout)
         except (OSError, MemoryError, OverflowError) as error:
-            raise ConfigError(f"no memory for a KV pool of {layout.nbytes} bytes and the weights ({error}): lower cache.memory_bytes") from error
+            raise ConfigError(f"no memory for a KV pool of {layout.nbytes} bytes ({error}): lower cache.memory_bytes") from error
         try:
             report = lambda done, total: progress("loading weights", done / max(total, 1))  # noqa: E731
             load_weights(model, path, load_format, self.weights, dtype=dtype, progress=report)
