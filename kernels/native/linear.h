@@ -233,7 +233,6 @@ struct LinearItem {
   const Op& op;
   const T* weights;
   const float* bias;
-  float* out_float;  // EP_FLOAT
   T* out;
   int k_blocks;
 
@@ -258,12 +257,6 @@ struct LinearItem {
     }
   }
   void put(int row, int col, int n, v16 y) const {
-    if (op.epilogue == EP_FLOAT) {
-      float t[16];
-      store(t, y);
-      memcpy(out_float + row * op.ld_out + col, t, 4 * n);
-      return;
-    }
     T* dst = out + row * op.ld_out + col;
     T t[16];
     if (op.epilogue == EP_RESIDUAL) {
@@ -293,7 +286,7 @@ inline void add_tree(float* parts, int shards, int size) {
 
 inline void linear_item(const Op& op, const Step& st, const bf16* x, bf16* y, int nb0, int nb1, int r0, int r1, float* scratch) {
   int kb = ceil_div(op.k, 32), per = kb / op.shards;
-  LinearItem<bf16> item{op, (const bf16*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], (float*)op.out, y, kb};
+  LinearItem<bf16> item{op, (const bf16*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, kb};
   alignas(64) float c[16 * 4 * TILE];
   auto one = [&](int nb, int r) {
     int m = r1 - r < 32 ? r1 - r : 32;
@@ -319,7 +312,7 @@ inline void linear_item(const Op& op, const Step& st, const bf16* x, bf16* y, in
 inline void linear_item(const Op& op, const Step& st, const float* x, float* y, int nb0, int nb1, int r0, int r1, float*) {
   int64_t lda = round_up(op.k, 32);
   int per = op.k / op.shards;
-  LinearItem<float> item{op, (const float*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], (float*)op.out, y, 0};
+  LinearItem<float> item{op, (const float*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, 0};
   alignas(64) float c[16 * 4 * TILE];
   for (int nb = nb0; nb < nb1; nb++)
     for (int r = r0; r < r1; r += 32) {

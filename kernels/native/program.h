@@ -14,7 +14,7 @@ enum OpKind : int32_t {
   OP_PANELS = 8,      // in (rows) -> out (panels)
   OP_SAMPLE = 9,      // sampler over given logits, num_rows of them
 };
-enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_FLOAT = 3 };
+enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2 };
 
 struct Op {
   int32_t kind, dtype;       // dtype: 0 bfloat16, 1 float32

@@ -17,14 +17,6 @@ inline float to_float(bf16 b) {
 }
 inline float to_float(float f) { return f; }
 
-// Nearest even; a NaN stays a NaN.
-inline bf16 to_bf16(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return (bf16)((u >> 16) | 0x40);
-  return (bf16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-
 #if defined(__AVX512F__)
 
 struct v16 {
