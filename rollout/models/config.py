@@ -44,7 +44,7 @@ class DecoderConfig:
     """A decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, SiLU-gated MLP."""
 
     family: str
-    """"llama" or "qwen2" (biases on q, k, v)"""
+    """"llama", "qwen2", ...: how errors and tables call it; what is computed stands in the fields below"""
     vocab_size: int
     """rows of the embedding; may exceed the tokenizer's vocabulary"""
     hidden_size: int
@@ -59,6 +59,10 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     """the output head is the embedding matrix"""
     qkv_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of every query and key head, before the rotation (Qwen3, Gemma 3)"""
+    windows: tuple[int, ...] = ()
+    """per layer, how many keys a token sees, itself included; 0 sees all; empty: all layers see all"""
     max_position_embeddings: int
     """context in tokens"""
     eos_token_ids: tuple[int, ...] = ()

@@ -14,9 +14,10 @@ from starlette.responses import HTMLResponse, Response
 from .. import metrics
 from ..errors import RollsyncError
 from . import control
+from .checks import decode_body
 from .engine_client import EngineProcess
 from .guard import Access, Guard
-from .protocol import decode_body, parse_abort, parse_rollouts, schemas
+from .protocol import parse_abort, parse_rollouts, schemas
 from .replies import ClientGone, StreamReply, error_reply, read_body, reply, until_disconnect, wants_msgpack
 from .rollouts import RolloutService
 from .text import TextService

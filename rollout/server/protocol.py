@@ -1,134 +1,30 @@
-"""ONE table of the fields of `POST /v1/rollouts`: validation, error messages and the OpenAPI schema all come from it.
-
-Validation is strict: an unknown field, one whose feature this version lacks, and a wrong type are each a 400 that names the
-field by its path. What can only be judged per prompt (too long, an id outside the vocabulary, empty) fails that prompt alone.
-"""
+"""The fields of `POST /v1/rollouts` and `POST /v1/engine/abort`, and what becomes of them."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
-
-from ..engine.types import INCLUDES, MAX_SAMPLES, U64, SamplingParams, is_utf8
+from ..engine.types import INCLUDES, MAX_SAMPLES, U64, SamplingParams
 from ..errors import BadRequest, NotSupported
 from ..fields import field_docs
-from ..wire import is_array, unpack_array
-
-Check = Callable[[str, Any], Any]
-"""(path, value) -> the value to use, or BadRequest"""
-NOT_YET_INCLUDES = ("sampling_mask", "routed_experts")
-
-
-def _fail(path: str, allowed: str, value: Any) -> BadRequest:
-    shown = repr(value)
-    return BadRequest(f"{path} must be {allowed}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", field=path)
-
-
-def integer(low: int, high: int, allowed: str) -> Check:
-    def check(path: str, value: Any) -> Any:
-        if type(value) is not int or not low <= value <= high:
-            raise _fail(path, allowed, value)
-        return value
-
-    return check
-
-
-def string(path: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value:
-        raise _fail(path, "a non-empty string", value)
-    return text(path, value)
-
-
-def text(path: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        raise _fail(path, "a string", value)
-    if not is_utf8(value):
-        raise _fail(path, "text that UTF-8 can encode (no lone surrogate)", value)
-    return value
-
-
-def boolean(path: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise _fail(path, "true or false", value)
-    return value
-
-
-def seconds(path: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise _fail(path, "a finite number of seconds > 0", value)
-    return float(value)
-
-
-def token_ids(path: str, value: Any) -> Any:
-    """A list of ints, or a wire array of them; whether each is in the vocabulary is judged per prompt."""
-    if is_array(value):
-        if value["dtype"] not in ("<i4", "<i8", "<u4", "<u8"):
-            raise _fail(f"{path}.dtype", "an integer dtype", value["dtype"])
-        value = unpack_array(value, path)
-    if not isinstance(value, list):
-        raise _fail(path, "a list of token ids", value)
-    for i, token in enumerate(value):
-        if type(token) is not int:
-            raise _fail(f"{path}[{i}]", "a token id (an int)", token)
-    return tuple(value)
-
-
-def messages(path: str, value: Any) -> Any:
-    if not isinstance(value, list) or not value:
-        raise _fail(path, "a non-empty list of messages", value)
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _fail(f"{path}[{i}]", 'an object with a "role"', message)
-    return value
-
-
-def mapping(path: str, value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise _fail(path, "an object", value)
-    return value
-
-
-def template_variables(path: str, value: Any) -> Any:
-    """Variables only: a caller's own template would be a program of any length on the server."""
-    if "chat_template" in mapping(path, value):
-        raise BadRequest(
-            f"{path}.chat_template is not allowed: the model's template is used; render it yourself and send text",
-            field=f"{path}.chat_template",
-        )
-    return value
-
-
-def include(path: str, value: Any) -> Any:
-    if not isinstance(value, list):
-        raise _fail(path, "a list of names", value)
-    for i, name in enumerate(value):
-        if name in NOT_YET_INCLUDES:
-            known = ", ".join(INCLUDES)
-            raise NotSupported(f"{path}[{i}]: {name!r} is not supported by this version (known: {known})", field=f"{path}[{i}]")
-        if name not in INCLUDES:
-            raise _fail(f"{path}[{i}]", f"one of {', '.join(INCLUDES)}", name)
-    return tuple(dict.fromkeys(value))
-
-
-def items(path: str, value: Any) -> Any:
-    if not isinstance(value, list) or not value:
-        raise _fail(path, "a non-empty list of prompts", value)
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    name: str
-    check: Check | None
-    """None: designed, not in this version"""
-    schema: dict[str, Any]
-    doc: str
-
+from .checks import (
+    Field,
+    boolean,
+    fail,
+    include,
+    integer,
+    items,
+    mapping,
+    messages,
+    object_schema,
+    read,
+    seconds,
+    string,
+    template_variables,
+    text,
+    token_ids,
+)
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _INT = {"type": "integer"}
@@ -200,44 +96,6 @@ class RolloutCall:
     deadline_s: float | None
 
 
-def decode_body(body: bytes, content_type: str) -> Any:
-    """JSON or msgpack to Python values. NaN and Infinity are refused in JSON."""
-    if "msgpack" in content_type:
-        try:
-            return msgpack.unpackb(body)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not valid msgpack: {type(error).__name__}: {error}") from None
-
-    def refuse(word: str) -> Any:
-        raise BadRequest(f"the body holds {word}, which is not JSON: numbers must be finite")
-
-    try:
-        return json.loads(body, parse_constant=refuse)
-    except BadRequest:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-
-
-def _read(value: Any, table: tuple[Field, ...], path: str) -> dict[str, Any]:
-    """The fields of `value` that are not null, checked by `table`."""
-    where = f"{path}." if path else ""
-    if not isinstance(value, dict):
-        raise _fail(path, "an object", value) if path else BadRequest(f"the body must be an object, got {type(value).__name__}")
-    known = {f.name: f for f in table}
-    checked = {}
-    for name, item in value.items():
-        field = known.get(name)
-        if field is None:
-            names = ", ".join(f.name for f in table if f.check)
-            raise BadRequest(f"{where}{name} is not a known field (known: {names})", field=f"{where}{name}")
-        if field.check is None:
-            raise NotSupported(f"{where}{name} is not supported by this version", field=f"{where}{name}")
-        if item is not None:
-            checked[name] = field.check(f"{where}{name}", item)
-    return checked
-
-
 def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
     """SamplingParams of `wire`; errors name the field by `path`."""
     for name in SAMPLING_LATER:
@@ -247,7 +105,7 @@ def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
         if wire.get(name) is not None:
             wire = {**wire, name: token_ids(f"{path}.{name}", wire[name])}
     if not isinstance(wire.get("stop", []), str | list | None):
-        raise _fail(f"{path}.stop", "a string or a list of strings", wire["stop"])
+        raise fail(f"{path}.stop", "a string or a list of strings", wire["stop"])
     try:
         return SamplingParams.from_wire({k: v for k, v in wire.items() if v is not None})
     except BadRequest as error:
@@ -257,7 +115,7 @@ def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
 
 
 def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int) -> PromptSpec:
-    got = _read(value, PROMPT_FIELDS, path)
+    got = read(value, PROMPT_FIELDS, path)
     kinds = [k for k in ("token_ids", "text", "messages") if k in got]
     if len(kinds) != 1:
         raise BadRequest(f"{path} must have exactly one of token_ids, text, messages; got {', '.join(kinds) or 'none'}", field=path)
@@ -282,7 +140,7 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int) -> PromptSp
 
 def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     """Check a decoded body of `POST /v1/rollouts`. BadRequest names the first field that is wrong."""
-    got = _read(body, ENVELOPE_FIELDS, "")
+    got = read(body, ENVELOPE_FIELDS, "")
     if "prompts" not in got:
         raise BadRequest("prompts is missing: give a list of prompts", field="prompts")
     if len(got["prompts"]) > max_prompts:
@@ -314,7 +172,7 @@ ABORT_FIELDS = (
 
 def parse_abort(body: Any) -> tuple[str, Any, str]:
     """("request_id" | "group" | "session" | "all", its value, reason) of a body of `POST /v1/engine/abort`."""
-    got = _read(body, ABORT_FIELDS, "")
+    got = read(body, ABORT_FIELDS, "")
     reason = got.pop("reason", "aborted by request")
     chosen = [(k, v) for k, v in got.items() if v is not False]
     if len(chosen) != 1:
@@ -322,25 +180,13 @@ def parse_abort(body: Any) -> tuple[str, Any, str]:
     return *chosen[0], reason
 
 
-def _object(table: tuple[Field, ...]) -> dict[str, Any]:
-    properties = {f.name: {**f.schema, "description": f.doc} if "$ref" not in f.schema else f.schema for f in table if f.check}
-    return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
 def schemas() -> dict[str, Any]:
     """OpenAPI component schemas of the request bodies."""
     docs = field_docs(SamplingParams)
     sampling = {f.name: {"description": docs.get(f.name, "")} for f in fields(SamplingParams) if f.name != "n"}
     return {
-        "Prompt": _object(PROMPT_FIELDS),
+        "Prompt": object_schema(PROMPT_FIELDS),
         "SamplingParams": {"type": "object", "additionalProperties": False, "properties": sampling},
-        "Rollouts": {**_object(ENVELOPE_FIELDS), "required": ["prompts"]},
-        "Abort": _object(ABORT_FIELDS),
+        "Rollouts": {**object_schema(ENVELOPE_FIELDS), "required": ["prompts"]},
+        "Abort": object_schema(ABORT_FIELDS),
     }
-
-
-def check_vocabulary(path: str, ids: tuple[int, ...], size: int | None) -> None:
-    """BadRequest if an id is outside [0, size): the rows of the embedding, so padding rows are accepted as input."""
-    if ids and size is not None and (min(ids) < 0 or max(ids) >= size):
-        i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < size)
-        raise BadRequest(f"{path}[{i}] must be a token id in [0, {size}), got {bad}", field=f"{path}[{i}]")

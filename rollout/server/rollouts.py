@@ -15,8 +15,9 @@ from typing import Any
 from ..engine.types import RolloutRequest
 from ..errors import BadRequest, DuplicateRequest, EngineDead, NotReady, RollsyncError
 from ..wire import error_to_wire, pack_array, unpack_array
+from .checks import check_vocabulary
 from .engine_client import EngineProcess, Output
-from .protocol import PromptSpec, RolloutCall, check_vocabulary
+from .protocol import PromptSpec, RolloutCall
 from .text import TextService
 
 OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "prompt_logprobs")
