@@ -95,7 +95,26 @@ class ServerUnreachable(RollsyncError):
     code = "unreachable"
 
 
+class Forbidden(RollsyncError):
+    """The API key or control token is missing or wrong (then 401), or Host or Origin is not this machine."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NoSuchRoute(RollsyncError):
+    """The path is not served, or not with this method (then 405); /openapi.json lists what is."""
+
+    status = 404
+    code = "http"
+
+
 class ProtocolMismatch(RollsyncError):
     """Server and client are of versions that do not understand each other."""
 
     code = "protocol_mismatch"
+
+
+def error_classes(root: type[RollsyncError] = RollsyncError) -> list[type[RollsyncError]]:
+    """`root` and every class below it, each before those below it."""
+    return [root, *(cls for sub in root.__subclasses__() for cls in error_classes(sub))]

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import BadRequest, RollsyncError
+from .errors import BadRequest, RollsyncError, error_classes
 
 PROTOCOL_VERSION = 1
 MSGPACK = "application/msgpack"
@@ -89,18 +89,10 @@ def error_to_wire(error: BaseException) -> dict[str, Any]:
     return wire
 
 
-def _classes(root: type[RollsyncError]) -> dict[str, type[RollsyncError]]:
-    found = {root.code: root}
-    for sub in root.__subclasses__():
-        for code, cls in _classes(sub).items():
-            found.setdefault(code, cls)
-    return found
-
-
 def error_from_wire(wire: dict[str, Any]) -> RollsyncError:
     """The named error `wire` tells of; an unknown code gives a plain RollsyncError with the code in its message."""
     code, message = str(wire.get("code", "internal")), str(wire.get("message", "no message"))
-    cls = _classes(RollsyncError).get(code)
+    cls = next((c for c in error_classes() if c.code == code), None)
     if cls is None:
         return RollsyncError(f"{code}: {message}")
     return cls(message, field=wire.get("field")) if issubclass(cls, BadRequest) else cls(message)

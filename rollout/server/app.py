@@ -7,35 +7,24 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from .. import metrics
 from ..errors import RollsyncError
-from . import control
+from . import control, reply_schemas
 from .checks import decode_body
 from .engine_client import EngineProcess
 from .guard import Access, Guard
+from .openapi import document
 from .protocol import parse_abort, parse_rollouts, schemas
 from .replies import ClientGone, StreamReply, error_reply, read_body, reply, until_disconnect, wants_msgpack
 from .rollouts import RolloutService
+from .schemas import route
 from .text import TextService
 
 DEFAULT_MAX_BODY_BYTES = 256 << 20
-ROUTES = (
-    "/",
-    "/v1/rollouts",
-    "/v1/engine/status",
-    "/v1/engine/abort",
-    "/health",
-    "/health/live",
-    "/health/ready",
-    "/metrics",
-    "/version",
-    "/openapi.json",
-)
-
 router = APIRouter()
 
 
@@ -49,12 +38,10 @@ async def _body(request: Request) -> Any:
     return decode_body(body, request.headers.get("content-type", "application/json"))
 
 
-def _takes(schema: str) -> dict[str, Any]:
-    ref = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
-    return {"requestBody": {"required": True, "content": {"application/json": ref, "application/msgpack": ref}}}
-
-
-@router.post("/v1/rollouts", openapi_extra=_takes("Rollouts"))
+@router.post(
+    "/v1/rollouts",
+    openapi_extra=route("Rollouts", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409, 503)),
+)
 async def rollouts(request: Request) -> Response:
     """Sample from prompts. JSON or msgpack by Content-Type and Accept; whole, or streamed by sample.
 
@@ -75,38 +62,38 @@ async def rollouts(request: Request) -> Response:
     return reply(request, body, status)
 
 
-@router.post("/v1/engine/abort", openapi_extra=_takes("Abort"))
+@router.post("/v1/engine/abort", openapi_extra=route("Control", takes="Abort", gives="AbortReply", errors=(503,)))
 async def abort(request: Request) -> Response:
     """End calls by request_id, group, session, or all; their own replies carry the partial outputs."""
     return reply(request, await control.abort(_service(request), *parse_abort(await _body(request))))
 
 
-@router.get("/v1/engine/status")
+@router.get("/v1/engine/status", openapi_extra=route("Control", gives="Status"))
 async def status(request: Request) -> Response:
     """State, engine facts and counters, from the last snapshot."""
     return reply(request, control.status(_service(request)))
 
 
-@router.get("/health/live")
+@router.get("/health/live", openapi_extra=route("Health", gives="Live", also={503: "Live"}))
 async def health_live(request: Request) -> Response:
     """200 while the engine's loop moves or idles, else 503 with the reason."""
     return reply(request, *control.live(_service(request)))
 
 
-@router.get("/health")
-@router.get("/health/ready")
+@router.get("/health", openapi_extra=route("Health", gives="Ready", also={503: "Ready"}))
+@router.get("/health/ready", openapi_extra=route("Health", gives="Ready", also={503: "Ready"}))
 async def health_ready(request: Request) -> Response:
     """200 if a request would be served now, else 503 with the reason."""
     return reply(request, *control.ready(_service(request)))
 
 
-@router.get("/version")
+@router.get("/version", openapi_extra=route("Health", gives="Version"))
 async def version(request: Request) -> Response:
     """Version, protocol version and capabilities."""
     return reply(request, control.version(_service(request), request.app.version))
 
 
-@router.get("/metrics")
+@router.get("/metrics", openapi_extra=route("Health", gives={"type": "string"}, kinds=("text/plain",)))
 async def metrics_page(request: Request) -> Response:
     """Prometheus text."""
     engine = _service(request).engine
@@ -115,22 +102,32 @@ async def metrics_page(request: Request) -> Response:
     return Response(page, media_type="text/plain; version=0.0.4")
 
 
+def _pages() -> list[str]:
+    """What a browser can open."""
+    gets = [r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute) and "GET" in (r.methods or ())]
+    return [path for path in dict.fromkeys(gets) if path != "/" and "{" not in path] + ["/openapi.json"]
+
+
 @router.get("/", include_in_schema=False)
 async def index(request: Request) -> Response:
     """What this is, for a person with a browser."""
     service = _service(request)
     state = control.status(service)
-    links = " · ".join(f'<a href="{path}">{path}</a>' for path in ROUTES[2:] if path != "/v1/engine/abort")
+    links = " · ".join(f'<a href="{path}">{path}</a>' for path in _pages())
     facts = f"{html.escape(service.model)}: {state['state']}, {state['calls_in_flight']} calls in flight"
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
+
+
+ROUTERS = (router,)
+COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS}
+"""schemas by name, of bodies and replies of every router"""
+ROUTES = (*dict.fromkeys(r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute)), "/openapi.json")
 
 
 def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
     def build() -> dict[str, Any]:
         if not app.openapi_schema:
-            found = get_openapi(title="Rollsync", version=app.version, routes=app.routes)
-            found.setdefault("components", {})["schemas"] = schemas()
-            app.openapi_schema = found
+            app.openapi_schema = document((r for each in ROUTERS for r in each.routes), app.version, COMPONENTS)
         return app.openapi_schema
 
     return build
@@ -162,7 +159,8 @@ def create_app(
     app = FastAPI(title="Rollsync", version=version, docs_url=None, redoc_url=None, exception_handlers=handlers)
     app.state.service = RolloutService(engine, text)
     app.state.max_body_bytes = max_body_bytes
-    app.include_router(router)
+    for each in ROUTERS:
+        app.include_router(each)
     app.openapi = _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=frozenset(ROUTES))
     return app

@@ -1,4 +1,4 @@
-"""Checks of what callers send, and tables of fields: validation, error messages and the OpenAPI schema all come from one table.
+"""Checks of what callers send, and tables of fields: validation, error messages, OpenAPI and docs/api.md come from one table.
 
 Validation is strict: an unknown field, one whose feature this version lacks, and a wrong type are each a 400 that names the
 field by its path. What can only be judged per prompt (too long, an id outside the vocabulary, empty) fails that prompt alone.
@@ -18,9 +18,27 @@ from ..engine.types import INCLUDES, is_utf8
 from ..errors import BadRequest, NotSupported
 from ..wire import is_array, unpack_array
 
-Check = Callable[[str, Any], Any]
-"""(path, value) -> the value to use, or BadRequest"""
 NOT_YET_INCLUDES = ("sampling_mask", "routed_experts")
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a value must be: `run` (path, value) gives the value to use or raises BadRequest; `schema` says the same in JSON Schema.
+
+    The schema is never narrower than `run`, and wider only where a schema cannot say it (a vocabulary, UTF-8).
+    """
+
+    run: Callable[[str, Any], Any]
+    schema: Schema
+
+    def __call__(self, path: str, value: Any) -> Any:
+        return self.run(path, value)
+
+
+def check(schema: Schema) -> Callable[[Callable[[str, Any], Any]], Check]:
+    """Decorator: a check function and the schema of what it lets pass."""
+    return lambda run: Check(run, schema)
 
 
 def fail(path: str, allowed: str, value: Any) -> BadRequest:
@@ -28,21 +46,74 @@ def fail(path: str, allowed: str, value: Any) -> BadRequest:
     return BadRequest(f"{path} must be {allowed}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", field=path)
 
 
-def integer(low: int, high: int, allowed: str) -> Check:
-    def check(path: str, value: Any) -> Any:
+def integer(low: int, high: int, allowed: str = "") -> Check:
+    """An int in [low, high]."""
+    words = allowed or f"an int in [{low}, {high}]"
+
+    @check({"type": "integer", "minimum": low, "maximum": high})
+    def run(path: str, value: Any) -> Any:
         if type(value) is not int or not low <= value <= high:
-            raise fail(path, allowed, value)
+            raise fail(path, words, value)
         return value
 
-    return check
+    return run
 
 
+def number(low: float, high: float, allowed: str = "") -> Check:
+    """A finite number in [low, high]."""
+    words = allowed or f"a number in [{low:g}, {high:g}]"
+
+    @check({"type": "number", "minimum": low, "maximum": high})
+    def run(path: str, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise fail(path, words, value)
+        return float(value)
+
+    return run
+
+
+def choice(*names: str) -> Check:
+    """One of these strings."""
+
+    @check({"type": "string", "enum": list(names)})
+    def run(path: str, value: Any) -> Any:
+        if not isinstance(value, str) or value not in names:
+            raise fail(path, f"one of {', '.join(names)}", value)
+        return value
+
+    return run
+
+
+def ref(name: str) -> Schema:
+    """The component schema of this name (see openapi.py)."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def objects(component: str, noun: str) -> Check:
+    """A non-empty list; whoever calls reads each item by the table of `component`."""
+
+    @check({"type": "array", "minItems": 1, "items": ref(component)})
+    def run(path: str, value: Any) -> Any:
+        if not isinstance(value, list) or not value:
+            raise fail(path, f"a non-empty list of {noun}", value)
+        return value
+
+    return run
+
+
+def described_by(component: str) -> Check:
+    """An object; whoever calls reads it by the table of `component`."""
+    return Check(mapping.run, ref(component))
+
+
+@check({"type": "string", "minLength": 1})
 def string(path: str, value: Any) -> Any:
     if not isinstance(value, str) or not value:
         raise fail(path, "a non-empty string", value)
     return text(path, value)
 
 
+@check({"type": "string"})
 def text(path: str, value: Any) -> Any:
     if not isinstance(value, str):
         raise fail(path, "a string", value)
@@ -51,18 +122,21 @@ def text(path: str, value: Any) -> Any:
     return value
 
 
+@check({"type": "boolean"})
 def boolean(path: str, value: Any) -> Any:
     if not isinstance(value, bool):
         raise fail(path, "true or false", value)
     return value
 
 
+@check({"type": "number", "exclusiveMinimum": 0})
 def seconds(path: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise fail(path, "a finite number of seconds > 0", value)
     return float(value)
 
 
+@check({"type": "array", "items": {"type": "integer", "minimum": 0}, "x-msgpack-array": "<i4"})
 def token_ids(path: str, value: Any) -> Any:
     """A list of ints, or a wire array of them; whether each is in the vocabulary is judged per prompt."""
     if is_array(value):
@@ -77,6 +151,10 @@ def token_ids(path: str, value: Any) -> Any:
     return tuple(value)
 
 
+_MESSAGE = {"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}}}
+
+
+@check({"type": "array", "minItems": 1, "items": _MESSAGE})
 def messages(path: str, value: Any) -> Any:
     if not isinstance(value, list) or not value:
         raise fail(path, "a non-empty list of messages", value)
@@ -86,12 +164,14 @@ def messages(path: str, value: Any) -> Any:
     return value
 
 
+@check({"type": "object"})
 def mapping(path: str, value: Any) -> Any:
     if not isinstance(value, dict):
         raise fail(path, "an object", value)
     return value
 
 
+@check({"type": "object"})
 def template_variables(path: str, value: Any) -> Any:
     """Variables only: a caller's own template would be a program of any length on the server."""
     if "chat_template" in mapping(path, value):
@@ -102,6 +182,7 @@ def template_variables(path: str, value: Any) -> Any:
     return value
 
 
+@check({"type": "array", "items": {"type": "string", "enum": list(INCLUDES)}})
 def include(path: str, value: Any) -> Any:
     if not isinstance(value, list):
         raise fail(path, "a list of names", value)
@@ -114,19 +195,34 @@ def include(path: str, value: Any) -> Any:
     return tuple(dict.fromkeys(value))
 
 
-def items(path: str, value: Any) -> Any:
-    if not isinstance(value, list) or not value:
-        raise fail(path, "a non-empty list of prompts", value)
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Field:
+    """One field of a body. null is as if left out, unless the field is required."""
+
     name: str
     check: Check | None
     """None: designed, not in this version"""
-    schema: dict[str, Any]
-    doc: str
+    doc: str = "not in this version"
+    default: Any = None
+    """what is used when it is left out, if one value says it; shown, not filled in"""
+    required: bool = False
+
+    @property
+    def schema(self) -> Schema:
+        assert self.check is not None
+        found = self.check.schema if self.required else nullable(self.check.schema)
+        return {**found, "description": self.doc, **({} if self.default is None else {"default": self.default})}
+
+
+def nullable(schema: Schema) -> Schema:
+    """`schema`, or null."""
+    if isinstance(schema.get("type"), list) and "null" in schema["type"]:
+        return schema
+    if "enum" in schema:
+        return {**schema, "type": [schema["type"], "null"], "enum": [*schema["enum"], None]}
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def decode_body(body: bytes, content_type: str) -> Any:
@@ -164,12 +260,19 @@ def read(value: Any, table: tuple[Field, ...], path: str) -> dict[str, Any]:
             raise NotSupported(f"{where}{name} is not supported by this version", field=f"{where}{name}")
         if item is not None:
             checked[name] = field.check(f"{where}{name}", item)
+    for field in table:
+        if field.required and field.name not in checked:
+            raise BadRequest(f"{where}{field.name} is missing: give {field.doc}", field=f"{where}{field.name}")
     return checked
 
 
-def object_schema(table: tuple[Field, ...]) -> dict[str, Any]:
-    properties = {f.name: {**f.schema, "description": f.doc} if "$ref" not in f.schema else f.schema for f in table if f.check}
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+def object_schema(table: tuple[Field, ...], doc: str = "", **more: Any) -> Schema:
+    """The schema of a body that `read` checks by `table`."""
+    shown = [f for f in table if f.check]
+    schema: Schema = {"type": "object", **({"description": doc} if doc else {}), "additionalProperties": False}
+    schema["properties"] = {f.name: f.schema for f in shown}
+    required = [f.name for f in shown if f.required]
+    return {**schema, **({"required": required} if required else {}), **more}
 
 
 def check_vocabulary(path: str, ids: tuple[int, ...], size: int | None) -> None:

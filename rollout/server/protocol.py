@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ..engine.types import INCLUDES, MAX_SAMPLES, U64, SamplingParams
+from ..engine.types import MAX_SAMPLES, U64, SamplingParams
 from ..errors import BadRequest, NotSupported
-from ..fields import field_docs
 from .checks import (
     Field,
+    Schema,
     boolean,
+    described_by,
     fail,
     include,
     integer,
-    items,
-    mapping,
     messages,
     object_schema,
+    objects,
     read,
     seconds,
     string,
@@ -25,43 +25,40 @@ from .checks import (
     text,
     token_ids,
 )
+from .schemas import of_dataclass
 
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_INT = {"type": "integer"}
-_STR = {"type": "string"}
-_SAMPLING = {"$ref": "#/components/schemas/SamplingParams"}
 _seed = integer(0, U64 - 1, "an int in [0, 2**64)")
 _max_tokens = integer(0, 1 << 31, "an int >= 0")
 _first = integer(0, (1 << 32) - MAX_SAMPLES, f"an int in [0, 2**32 - {MAX_SAMPLES}]")
 
 
 def _later(*names: str) -> tuple[Field, ...]:
-    return tuple(Field(name, None, {}, "not in this version") for name in names)
+    return tuple(Field(name, None) for name in names)
 
 
 PROMPT_FIELDS = (
-    Field("token_ids", token_ids, _IDS, "the prompt as ids; give exactly one of token_ids, text, messages"),
-    Field("text", text, _STR, "the prompt as text, tokenised by the server; no special token is added"),
-    Field("messages", messages, {"type": "array", "items": {"type": "object"}}, "a chat, rendered by the model's template"),
-    Field("chat_template_kwargs", template_variables, {"type": "object"}, "variables for the template (only with messages)"),
-    Field("max_tokens", _max_tokens, _INT, "overrides sampling_params.max_tokens"),
-    Field("seed", _seed, _INT, "overrides sampling_params.seed"),
-    Field("first_sample", _first, _INT, "index of the first sample in the seed's stream; default: equal prompts of one seed count on"),
-    Field("continue_from", token_ids, _IDS, "output tokens already sampled (n = 1); sampling goes on after them, bit for bit"),
-    Field("forced_token_ids", token_ids, _IDS, "output tokens given instead of sampled; they are scored"),
+    Field("token_ids", token_ids, "the prompt as ids; give exactly one of token_ids, text, messages"),
+    Field("text", text, "the prompt as text, tokenised by the server; no special token is added"),
+    Field("messages", messages, "a chat, rendered by the model's template"),
+    Field("chat_template_kwargs", template_variables, "variables for the template (only with messages)"),
+    Field("max_tokens", _max_tokens, "overrides sampling_params.max_tokens"),
+    Field("seed", _seed, "overrides sampling_params.seed"),
+    Field("first_sample", _first, "index of the first sample in the seed's stream; left out, equal prompts of one seed count on"),
+    Field("continue_from", token_ids, "output tokens already sampled (n = 1); sampling goes on after them, bit for bit"),
+    Field("forced_token_ids", token_ids, "output tokens given instead of sampled; they are scored"),
 )
 
 ENVELOPE_FIELDS = (
-    Field("prompts", items, {"type": "array", "items": {"$ref": "#/components/schemas/Prompt"}, "minItems": 1}, "one or more prompts"),
-    Field("n", integer(1, MAX_SAMPLES, f"an int in [1, {MAX_SAMPLES}]"), _INT, "samples per prompt; default 1"),
-    Field("sampling_params", mapping, _SAMPLING, "how to choose tokens; default: temperature 1, nothing else"),
-    Field("include", include, {"type": "array", "items": {"enum": list(INCLUDES)}}, "what to return besides ids and logprobs"),
-    Field("request_id", string, _STR, "name of this call, for abort; 409 while one of that name is in flight"),
-    Field("group", string, _STR, "name shared by calls that are aborted together"),
-    Field("session", string, _STR, "name of the conversation or worker this belongs to, for abort"),
-    Field("priority", integer(-(1 << 31), 1 << 31, "an int"), _INT, "lower is admitted earlier and preempted later; default 0"),
-    Field("stream", boolean, {"type": "boolean"}, "reply as a stream, one event per finished sample"),
-    Field("deadline_s", seconds, {"type": "number"}, 'seconds until the rest ends with its partial output and abort_reason "deadline"'),
+    Field("prompts", objects("Prompt", "prompts"), "one or more prompts", required=True),
+    Field("n", integer(1, MAX_SAMPLES), "samples per prompt", default=1),
+    Field("sampling_params", described_by("SamplingParams"), "how to choose tokens; left out: temperature 1, nothing else"),
+    Field("include", include, "what to return besides ids and logprobs", default=[]),
+    Field("request_id", string, "name of this call, for abort; 409 while one of that name is in flight"),
+    Field("group", string, "name shared by calls that are aborted together"),
+    Field("session", string, "name of the conversation or worker this belongs to, for abort"),
+    Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", default=0),
+    Field("stream", boolean, "reply as a stream, one event per finished sample", default=False),
+    Field("deadline_s", seconds, 'seconds until the rest ends with its partial output and abort_reason "deadline"'),
     *_later("min_version", "max_version_lag", "detach_s", "on_unavailable"),
 )
 
@@ -141,8 +138,6 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int) -> PromptSp
 def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     """Check a decoded body of `POST /v1/rollouts`. BadRequest names the first field that is wrong."""
     got = read(body, ENVELOPE_FIELDS, "")
-    if "prompts" not in got:
-        raise BadRequest("prompts is missing: give a list of prompts", field="prompts")
     if len(got["prompts"]) > max_prompts:
         raise BadRequest(f"prompts must hold at most {max_prompts} prompts, got {len(got['prompts'])}", field="prompts")
     n, sampling = got.get("n", 1), got.get("sampling_params", {})
@@ -162,11 +157,11 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
 
 
 ABORT_FIELDS = (
-    Field("request_id", string, _STR, "the call of this name"),
-    Field("group", string, _STR, "all calls of this group"),
-    Field("session", string, _STR, "all calls of this session"),
-    Field("all", boolean, {"type": "boolean"}, "every call"),
-    Field("reason", string, _STR, 'what the partial outputs say as abort_reason; default "aborted by request"'),
+    Field("request_id", string, "the call of this name"),
+    Field("group", string, "all calls of this group"),
+    Field("session", string, "all calls of this session"),
+    Field("all", boolean, "every call"),
+    Field("reason", string, "what the partial outputs say as abort_reason", default="aborted by request"),
 )
 
 
@@ -180,13 +175,12 @@ def parse_abort(body: Any) -> tuple[str, Any, str]:
     return *chosen[0], reason
 
 
-def schemas() -> dict[str, Any]:
-    """OpenAPI component schemas of the request bodies."""
-    docs = field_docs(SamplingParams)
-    sampling = {f.name: {"description": docs.get(f.name, "")} for f in fields(SamplingParams) if f.name != "n"}
+def schemas() -> dict[str, Schema]:
+    """Component schemas of the request bodies."""
+    one_of = [{"required": [name]} for name in ("token_ids", "text", "messages")]
     return {
-        "Prompt": object_schema(PROMPT_FIELDS),
-        "SamplingParams": {"type": "object", "additionalProperties": False, "properties": sampling},
-        "Rollouts": {**object_schema(ENVELOPE_FIELDS), "required": ["prompts"]},
-        "Abort": object_schema(ABORT_FIELDS),
+        "Rollouts": object_schema(ENVELOPE_FIELDS),
+        "Prompt": object_schema(PROMPT_FIELDS, "Exactly one of token_ids, text, messages.", anyOf=one_of),
+        "SamplingParams": of_dataclass(SamplingParams, skip=("n",)),
+        "Abort": object_schema(ABORT_FIELDS, "Exactly one of request_id, group, session, all."),
     }

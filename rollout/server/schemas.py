@@ -1,0 +1,132 @@
+"""What a route takes and gives, declared beside the route: `@router.post(path, openapi_extra=route(...))`.
+
+`openapi.py` makes `/openapi.json` of it, and docs/api.py makes docs/api.md of that. Bodies are tables of `checks.Field`;
+replies are tables of `Item`. A schema is named by adding it to the components that app.py collects, and used by `ref(name)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ..fields import field_docs
+from ..wire import COLUMNS, MSGPACK
+from .checks import Schema, nullable, ref
+
+JSON = "application/json"
+SSE = "text/event-stream"
+
+INTEGER: Schema = {"type": "integer"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+STRING: Schema = {"type": "string"}
+BOOLEAN: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One field of a reply."""
+
+    name: str
+    schema: Schema
+    doc: str = ""
+    always: bool = True
+    """False: there only if asked for, or if it applies"""
+
+
+def array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def column(name: str) -> Schema:
+    """A column of wire.COLUMNS: a list in JSON (null where a float is not finite), raw little-endian bytes in msgpack."""
+    dtype = COLUMNS[name]
+    of = INTEGER if dtype[1] in "iu" else nullable(NUMBER)
+    return {**array(of), "x-msgpack-array": dtype}
+
+
+def reply_schema(doc: str, *items: Item, **more: Any) -> Schema:
+    """An object with these fields; later versions may add more."""
+    properties = {i.name: {**i.schema, **({"description": i.doc} if i.doc else {})} for i in items}
+    return {"type": "object", "description": doc, "properties": properties, "required": [i.name for i in items if i.always], **more}
+
+
+def of_hint(hint: Any) -> Schema:
+    """The schema of a type annotation: scalars, lists and tuples of them, dicts, and unions."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = [of_hint(a) for a in args if a is not NoneType]
+        schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        return nullable(schema) if NoneType in args else schema
+    if origin in (list, tuple):
+        return array(of_hint(args[0]))
+    if origin is dict:
+        return {"type": "object", "additionalProperties": of_hint(args[1])}
+    return {int: INTEGER, float: NUMBER, str: STRING, bool: BOOLEAN}.get(hint, {})
+
+
+def of_dataclass(cls: type, skip: tuple[str, ...] = ()) -> Schema:
+    """A body whose fields are those of a dataclass: types, defaults, and docstrings from its source. null is as if left out."""
+    docs, hints = field_docs(cls), get_type_hints(cls)
+    properties: dict[str, Schema] = {}
+    for f in fields(cls):
+        if f.name in skip:
+            continue
+        shown = {**nullable(of_hint(hints[f.name])), "description": docs[f.name]}
+        if f.default is not None and f.default is not MISSING:
+            shown["default"] = list(f.default) if isinstance(f.default, tuple) else f.default
+        properties[f.name] = shown
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _content(schema: Schema, kinds: tuple[str, ...]) -> dict[str, Any]:
+    return {kind: {"schema": schema} for kind in kinds}
+
+
+def route(
+    tag: str,
+    *,
+    takes: str | None = None,
+    gives: str | Schema | None = None,
+    events: str | None = None,
+    errors: tuple[int, ...] = (),
+    error: str = "Error",
+    also: dict[int, str] | None = None,
+    kinds: tuple[str, ...] = (JSON, MSGPACK),
+    parameters: tuple[Schema, ...] = (),
+) -> dict[str, Any]:
+    """What a route takes and gives, for its `openapi_extra`.
+
+    Args:
+        tag: the chapter of docs/api.md it stands in.
+        takes: component of the body, if there is one; then 400 and 413 are documented by themselves.
+        gives: component (or schema) of the reply with status 200.
+        events: component of one event of the stream that the body may ask for.
+        errors: further statuses it answers with, each with the body `error`; 401, 403 and 500 are documented everywhere.
+        also: statuses other than 200 with a reply of their own: component by status.
+        kinds: content types of body and reply.
+        parameters: OpenAPI parameters; those of the path are found without.
+    """
+    given = ref(gives) if isinstance(gives, str) else gives or {}
+    content = _content(given, kinds)
+    if events is not None:
+        content[SSE] = {"schema": ref(events)}
+    responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
+    for status, name in (also or {}).items():
+        responses[str(status)] = {"description": "", "content": _content(ref(name), kinds)}
+    error_kinds = kinds if JSON in kinds else (JSON,)
+    for status in sorted({*errors, *((400, 413) if takes else ()), 401, 403, 500} - set(also or {})):
+        responses[str(status)] = {"description": "", "content": _content(ref(error), error_kinds)}
+    found: dict[str, Any] = {"tags": [tag], "responses": responses}
+    if takes is not None:
+        found["requestBody"] = {"required": True, "content": _content(ref(takes), kinds)}
+    if parameters:
+        found["parameters"] = list(parameters)
+    return found
+
+
+def parameter(name: str, schema: Schema, doc: str, where: str = "query") -> Schema:
+    """An OpenAPI parameter; `where` is "query", "path" or "header"."""
+    return {"name": name, "in": where, "required": where == "path", "schema": schema, "description": doc}
