@@ -18,7 +18,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test check lint types layers bench readme ci clean
+.PHONY: help setup demo serve test check lint types layers bench docs readme ci clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -48,6 +48,9 @@ bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput and start-up (
 	@folder=$$($(PY) examples/demo.py --where folder); \
 	  $(PY) benchmarks/throughput.py --model $$folder --peers none --out build/throughput.json $(ARGS); \
 	  $(PY) benchmarks/startup.py --model $$folder --peers none --out build/startup.json
+
+docs: $(VENV)/.native $(VENV)/.dev  ## rewrite docs/api.md from what the server checks
+	@$(PY) docs/api.py --write
 
 readme: $(VENV)/.dev  ## rewrite the README's tables from the committed results
 	@$(PY) docs/tables.py --write

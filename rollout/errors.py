@@ -118,3 +118,8 @@ class ProtocolMismatch(RollsyncError):
 def error_classes(root: type[RollsyncError] = RollsyncError) -> list[type[RollsyncError]]:
     """`root` and every class below it, each before those below it."""
     return [root, *(cls for sub in root.__subclasses__() for cls in error_classes(sub))]
+
+
+def sent_errors() -> list[type[RollsyncError]]:
+    """Those that a server answers with; the others are met at start-up or made by the client."""
+    return [cls for cls in error_classes() if not issubclass(cls, ConfigError | ServerUnreachable | ProtocolMismatch)]

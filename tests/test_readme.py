@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/architecture.md", "docs/numerics.md", "benchmarks/README.md")
+DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/api.md", "docs/architecture.md", "docs/numerics.md", "benchmarks/README.md")
 MODEL, URL = "HuggingFaceTB/SmolLM2-135M-Instruct", "http://127.0.0.1:8000"
 CLAIMS = {
     "cuda": r"\bGPUs?\b|\bCUDA\b|\bTriton\b|\bNVIDIA\b|\bH[12]00\b|\bA100\b|\bNCCL\b",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -40,7 +41,7 @@ async def _body(request: Request) -> Any:
 
 @router.post(
     "/v1/rollouts",
-    openapi_extra=route("Rollouts", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409, 503)),
+    openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409, 503)),
 )
 async def rollouts(request: Request) -> Response:
     """Sample from prompts. JSON or msgpack by Content-Type and Accept; whole, or streamed by sample.
@@ -124,13 +125,9 @@ COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS}
 ROUTES = (*dict.fromkeys(r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute)), "/openapi.json")
 
 
-def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    def build() -> dict[str, Any]:
-        if not app.openapi_schema:
-            app.openapi_schema = document((r for each in ROUTERS for r in each.routes), app.version, COMPONENTS)
-        return app.openapi_schema
-
-    return build
+def openapi(version: str) -> dict[str, Any]:
+    """The OpenAPI document of every route."""
+    return document((r for each in ROUTERS for r in each.routes), version, COMPONENTS)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -161,6 +158,6 @@ def create_app(
     app.state.max_body_bytes = max_body_bytes
     for each in ROUTERS:
         app.include_router(each)
-    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: openapi(version))  # type: ignore[method-assign]
     app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=frozenset(ROUTES))
     return app

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from ..errors import error_classes
+from ..errors import sent_errors
 from .checks import Schema
 from .schemas import STRING, Item, parameter, reply_schema, route
 
@@ -34,7 +34,7 @@ STATUSES = {
 
 def error_schema() -> Schema:
     """The body of every refusal; its codes are those of errors.py that a server sends."""
-    codes = sorted({cls.code for cls in error_classes()})
+    codes = sorted({cls.code for cls in sent_errors()})
     inner = reply_schema(
         "What was wrong.",
         Item("code", {"type": "string", "enum": codes}, "the kind of error; docs/api.md lists them"),
