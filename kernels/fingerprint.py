@@ -34,8 +34,12 @@ EXPECTED = {
     "rmsnorm/float32": "33b0e5b27ca2",
     "rope/bfloat16": "d74426f7aa10",
     "rope/float32": "16bc52157e42",
+    "rope_norm/bfloat16": "04fbddebcc7f",
+    "rope_norm/float32": "03df38c2e351",
     "attention/bfloat16": "04399c658d03",
     "attention/float32": "248ecb783dfb",
+    "attention_window/bfloat16": "6860e6202ce2",
+    "attention_window/float32": "a70a9088b941",
     "sample/bfloat16": "e27bc76453c4",
     "sample/float32": "b266772062df",
 }
@@ -89,8 +93,8 @@ class _Native:
     def linear_silu_mul(self, x: Tensor, w: Tensor) -> Tensor:
         return self._ops.linear_silu_mul(x, self._ops.pack_linear(w, gate_up=True))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, scale: float, block_tokens: int) -> Tensor:
-        return self._ops.attention(q, k, v, num_keys, scale, block_tokens=block_tokens)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, block_tokens: int, *options: Any) -> Tensor:
+        return self._ops.attention(q, k, v, num_keys, q.shape[2] ** -0.5, *options, block_tokens=block_tokens)
 
 
 class _Reference:
@@ -109,8 +113,8 @@ class _Reference:
         gate, up = ref.linear(x, w).chunk(2, dim=1)
         return ref.silu_mul(gate, up)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, scale: float, block_tokens: int) -> Tensor:
-        return ref.attention(q, k, v, num_keys, scale)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, block_tokens: int, *options: Any) -> Tensor:
+        return ref.attention(q, k, v, num_keys, q.shape[2] ** -0.5, *options)
 
 
 _Ops = _Native | _Reference
@@ -148,14 +152,25 @@ def _rope(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
     yield ops.rope(numbers.values(3, 4, 32).to(dtype), (numbers.values(3, 16) / 2).to(dtype), (numbers.values(3, 16) / 2).to(dtype))
 
 
-def _attention(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+def _rope_norm(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(8)
+    x, norm = numbers.values(3, 4, 80, binades=12).to(dtype), numbers.values(80).to(dtype)
+    cos, sin = (numbers.values(3, 40) / 2).to(dtype), (numbers.values(3, 40) / 2).to(dtype)
+    yield ops.rope(x, cos, sin, norm, 1e-6)
+
+
+def _attention(ops: _Ops, dtype: torch.dtype, *options: Any) -> Iterator[Tensor]:
     numbers = _Numbers(6)
     q, k = numbers.cancelling(5 * 4, 48, 1.0, dtype).view(5, 4, 48), numbers.cancelling(75 * 2, 48, -1.0, dtype).view(75, 2, 48)
     k[::7] = (numbers.values(11, 2, 48) / 2).to(dtype)  # some scores that differ
     v = numbers.values(75, 2, 48)
     v[40:75] = -v[5:40]
     for block_tokens in (32, 4):
-        yield ops.attention(q, k, v.to(dtype), torch.tensor([1, 33, 64, 74, 75]), 48**-0.5, block_tokens)
+        yield ops.attention(q, k, v.to(dtype), torch.tensor([1, 33, 64, 74, 75]), block_tokens, *options)
+
+
+def _attention_window(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    yield from _attention(ops, dtype, 37)
 
 
 def _sample(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
@@ -182,8 +197,8 @@ def _sample(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
 
 
 _PROBES: dict[str, Any] = {
-    "linear": _linear, "linear_shards": _linear_shards, "silu_mul": _silu, "rmsnorm": _rmsnorm, "rope": _rope, "attention": _attention,
-    "sample": _sample,
+    "linear": _linear, "linear_shards": _linear_shards, "silu_mul": _silu, "rmsnorm": _rmsnorm, "rope": _rope, "rope_norm": _rope_norm,
+    "attention": _attention, "attention_window": _attention_window, "sample": _sample,
 }  # fmt: skip
 
 

@@ -25,8 +25,8 @@ class Op(ctypes.Structure):
     """`struct Op` of native/program.h."""
 
     _fields_ = (
-        *((n, c_int32) for n in ("kind", "dtype", "w", "bias", "n", "k", "shards", "epilogue")),
-        *((n, c_void_p) for n in ("in_", "out")),
+        *((n, c_int32) for n in ("kind", "dtype", "w", "bias", "w2", "window", "n", "k", "shards", "epilogue")),
+        *((n, c_void_p) for n in ("in_", "out", "cos", "sin")),
         *((n, c_int64) for n in ("ld_in", "ld_out")),
         *((n, c_int32) for n in ("layer", "rows_mode")),
         *((n, c_float) for n in ("eps", "scale")),
@@ -42,7 +42,6 @@ class Step(ctypes.Structure):
         *((n, c_void_p) for n in ("ids", "positions", "kv")),
         *((n, c_int64) for n in ("kv_block_bytes", "kv_layer_bytes")),
         *((n, c_int32) for n in ("block_tokens", "num_layers")),
-        *((n, c_void_p) for n in ("cos", "sin")),
         *((n, c_int32) for n in ("num_runs", "num_items", "num_copies", "table_stride")),
         *((n, c_void_p) for n in ("runs", "items", "num_keys", "first_key", "token_slot", "tables", "copies", "weights")),
         *((n, c_void_p) for n in ("hidden_row", "logits")),

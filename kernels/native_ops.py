@@ -115,7 +115,7 @@ class NativeOps:
 
     def _op(self, kind: int, dtype: torch.dtype, **fields: Any) -> nl.Op:
         _check("native ops", dtype in DTYPES, f"{dtype} is not bfloat16 or float32")
-        return nl.Op(**{"kind": kind, "dtype": DTYPES[dtype], "w": 0, "bias": -1, "shards": 1, **fields})
+        return nl.Op(**{"kind": kind, "dtype": DTYPES[dtype], "w": 0, "bias": -1, "w2": -1, "shards": 1, **fields})
 
     def pack_linear(self, w_NK: Tensor, bias_N: Tensor | None = None, shards: int = 1, gate_up: bool = False) -> PackedLinear:
         """Lay out a weight for `linear`, or with `gate_up` (gate rows, then as many up rows) for `linear_silu_mul`.
@@ -208,24 +208,34 @@ class NativeOps:
         self._run(nl.Step(num_tokens=num_rows, weights=ctypes.addressof(table)), op)
         return out.rows()
 
-    def rope(self, x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor) -> Tensor:
+    def rope(self, x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor, norm_H: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """As `reference.rope`; the tables' row t is that of token t: [T, N, H].
 
+        Args:
+            norm_H: [H]; every head is first normed by this weight and `eps`, as `reference.rmsnorm` does.
+
         Raises:
-            ValueError: the tables' shape or dtype does not fit.
+            ValueError: the shape or dtype of the tables or of `norm_H` does not fit.
         """
         num_tokens, heads, head_size = x_TNH.shape
         want = (num_tokens, head_size // 2)
         fits = cos_TH2.shape == sin_TH2.shape == want and cos_TH2.dtype == sin_TH2.dtype == x_TNH.dtype
         _check("rope", fits, f"tables must be {[*want]} {x_TNH.dtype}, got {[*cos_TH2.shape]}, {[*sin_TH2.shape]}")
+        fits = norm_H is None or (norm_H.shape == (head_size,) and norm_H.dtype == x_TNH.dtype)
+        _check("rope", fits, f"the norm's weight must be [{head_size}] {x_TNH.dtype}")
+        norm_H = None if norm_H is None else norm_H.contiguous()
+        table = (ctypes.c_void_p * 1)(None if norm_H is None else norm_H.data_ptr())
         out, cos_TH2, sin_TH2 = x_TNH.clone(memory_format=torch.contiguous_format), cos_TH2.contiguous(), sin_TH2.contiguous()
         positions = np.arange(num_tokens, dtype=np.int32)
         runs = np.array([(t, min(32, num_tokens - t), 0, 0) for t in range(0, num_tokens, 32)], np.int32).reshape(-1, 4)
         step = nl.Step(
-            positions=positions.ctypes.data, cos=cos_TH2.data_ptr(), sin=sin_TH2.data_ptr(), block_tokens=32,
-            num_runs=len(runs), runs=runs.ctypes.data,
+            positions=positions.ctypes.data, block_tokens=32, num_runs=len(runs), runs=runs.ctypes.data, weights=ctypes.addressof(table)
+        )
+        op = self._op(
+            nl.OP_ROPE_STORE, out.dtype, in_=out.data_ptr(), ld_in=heads * head_size, heads=heads, head_dim=head_size,
+            cos=cos_TH2.data_ptr(), sin=sin_TH2.data_ptr(), w=-1 if norm_H is None else 0, eps=eps,
         )  # fmt: skip
-        self._run(step, self._op(nl.OP_ROPE_STORE, out.dtype, in_=out.data_ptr(), ld_in=heads * head_size, heads=heads, head_dim=head_size))
+        self._run(step, op)
         return out
 
     def attention(
@@ -235,6 +245,7 @@ class NativeOps:
         v_LKH: Tensor,
         num_keys_T: Tensor,
         scale: float,
+        window: int | None = None,
         *,
         first_key_T: Tensor | None = None,
         sequence_T: Tensor | None = None,
@@ -246,11 +257,13 @@ class NativeOps:
         """Attention of tokens over the keys of their sequences, through temporary pages: [T, N * H].
 
         Key rows are the `shared_tokens` that open every sequence, then the own keys of each. Token t sees keys
-        `first_key_T[t] <= j < num_keys_T[t]` of sequence `sequence_T[t]`, j counted from the sequence's first key.
+        `first_key_T[t] <= j < num_keys_T[t]` of sequence `sequence_T[t]`, j counted from the sequence's first key, and of them only
+        the last `window` if given.
 
         Args:
             q_TNH: [T, N, H]; keys rotated already, as q.
             k_LKH, v_LKH: [L, K, H], dtype of `q_TNH`; N is a multiple of K.
+            window: keys, >= 1.
             num_keys_T, first_key_T, sequence_T: [T] integers; by default from key 0 on, of sequence 0.
             lengths: own keys of each sequence, in order; by default one sequence has them all.
             shared_tokens: a multiple of `block_tokens`.
@@ -274,6 +287,7 @@ class NativeOps:
         seen = zip(first, num_keys, sequences, strict=True)
         ok = all(0 <= f < n <= shared_tokens + lengths[s] for f, n, s in seen)
         _check("attention", ok, "each token must see at least one key, and of its own sequence")
+        _check("attention", window is None or window > 0, f"window must be at least 1 key, got {window}")
         pages = _Pages(shared_tokens, lengths, block_tokens)
         items = _items(sequences, num_keys, shared_tokens, item_tokens)
         _check("attention", sum(i[1] for i in items) == num_tokens, f"item_tokens must add up to {num_tokens}")
@@ -287,9 +301,9 @@ class NativeOps:
         layout = KvLayout(
             num_blocks=pages.num_blocks, block_tokens=block_tokens, num_layers=1, kv_heads=kv_heads, head_dim=head_size, dtype=q_TNH.dtype
         )
-        return self._attend(q_TNH.contiguous(), torch.cat([k_LKH, v_LKH], dim=1), arrays, layout, scale)
+        return self._attend(q_TNH.contiguous(), torch.cat([k_LKH, v_LKH], dim=1), arrays, layout, scale, window or 0)
 
-    def _attend(self, q_TNH: Tensor, kv_L2KH: Tensor, arrays: StepArrays, layout: KvLayout, scale: float) -> Tensor:
+    def _attend(self, q_TNH: Tensor, kv_L2KH: Tensor, arrays: StepArrays, layout: KvLayout, scale: float, window: int) -> Tensor:
         num_tokens, heads, head_size = q_TNH.shape
         memory, out = self._page_memory(layout), _Panels(num_tokens, heads * head_size, q_TNH.dtype)
         step = nl.Step(
@@ -300,10 +314,10 @@ class NativeOps:
         sizes = {"kv_heads": layout.kv_heads, "head_dim": head_size}
         self._run(
             step,
-            self._op(nl.OP_ROPE_STORE, q_TNH.dtype, in_=kv_L2KH.data_ptr(), ld_in=kv_L2KH[0].numel(), heads=0, **sizes),
+            self._op(nl.OP_ROPE_STORE, q_TNH.dtype, w=-1, in_=kv_L2KH.data_ptr(), ld_in=kv_L2KH[0].numel(), heads=0, **sizes),
             self._op(
                 nl.OP_ATTENTION, q_TNH.dtype, in_=q_TNH.data_ptr(), ld_in=heads * head_size, out=out.tensor.data_ptr(),
-                heads=heads, scale=scale, **sizes,
+                heads=heads, scale=scale, window=window, **sizes,
             ),
         )  # fmt: skip
         return out.rows()

@@ -7,7 +7,7 @@ of the native library, `ReferenceProgram` into a call of reference.py. Both read
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,17 @@ from .memory import Region
 from .spec import effective_shards
 from .step import StepArrays
 from .weights import NativeWeights
+
+RopeTables = tuple[Tensor, Tensor]
+"""cos and sin, each [P, H/2] in the model's dtype"""
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of every query and key head before the rotation: names of the two weights [H], and epsilon."""
+
+    q: str
+    k: str
+    eps: float
 
 
 class Program(Protocol):
@@ -37,10 +48,11 @@ class Program(Protocol):
     def linear_silu_mul(self, x: Any, weight: str) -> Any:
         """silu(gate) * up of a fused gate_up weight."""
 
-    def rope_store(self, qkv: Any, layer: int) -> None:
-        """Rotate q and k in place; store k and v in the layer's pages."""
+    def rope_store(self, qkv: Any, layer: int, *, norm: HeadNorm | None = None) -> None:
+        """Norm (if asked for) and rotate q and k in place; store k and v in the layer's pages."""
 
-    def attention(self, qkv: Any, layer: int, scale: float) -> Any: ...
+    def attention(self, qkv: Any, layer: int, scale: float, *, window: int = 0) -> Any:
+        """Each token over the keys up to its own, or the last `window` of them if that is not 0."""
 
     def logits_and_sample(self, x: Any, weight: str) -> None:
         """Logits of every row of `x`, one token drawn and scored per row."""
@@ -74,7 +86,7 @@ class NativeProgram:
         arrays: the step's columns; their addresses are bound here.
         kv: pages of every layer.
         heads: query heads; `head_dim` and KV heads are those of `kv`.
-        rope: (cos, sin) [P, H/2] in the model's dtype.
+        rope: rotary tables.
         vocab_limit: ids that can be sampled.
         k_shards: partial sums of row-parallel layers.
     """
@@ -89,7 +101,7 @@ class NativeProgram:
         kv: NativeKv,
         *,
         heads: int,
-        rope: tuple[Tensor, Tensor],
+        rope: RopeTables,
         vocab_limit: int,
         k_shards: int,
         threads: int,
@@ -108,8 +120,6 @@ class NativeProgram:
             kv_layer_bytes=layout.layer_bytes,
             block_tokens=layout.block_tokens,
             num_layers=layout.num_layers,
-            cos=rope[0].data_ptr(),
-            sin=rope[1].data_ptr(),
             table_stride=arrays["tables"].shape[1],
             weights=ctypes.addressof(weights.table),
             vocab_limit=vocab_limit,
@@ -119,8 +129,7 @@ class NativeProgram:
         self._op(nl.OP_COPY_BLOCKS)
 
     def _op(self, kind: int, **fields: Any) -> None:
-        fields.setdefault("w", -1)
-        op = nl.Op(kind=kind, dtype=1 if self._dtype == torch.float32 else 0, bias=-1, shards=1)
+        op = nl.Op(kind=kind, dtype=1 if self._dtype == torch.float32 else 0, w=-1, bias=-1, w2=-1, shards=1)
         for name, value in fields.items():
             setattr(op, name, value)
         self._ops.append(op)
@@ -185,15 +194,20 @@ class NativeProgram:
         self._op(nl.OP_LINEAR, w=self._weights.index[weight], n=n, k=k, epilogue=nl.EP_SILU_MUL, in_=x.address, out=out.address)
         return out
 
-    def rope_store(self, qkv: _Buffer, layer: int) -> None:
-        self._op(nl.OP_ROPE_STORE, in_=qkv.address, ld_in=qkv.ld, layer=layer, **self._head_fields())
+    def rope_store(self, qkv: _Buffer, layer: int, *, norm: HeadNorm | None = None) -> None:
+        index, fields = self._weights.index, self._head_fields()
+        if norm is not None:
+            fields |= {"w": index[norm.q], "w2": index[norm.k], "eps": norm.eps}
+        cos, sin = (table.data_ptr() for table in self._rope)
+        self._op(nl.OP_ROPE_STORE, in_=qkv.address, ld_in=qkv.ld, cos=cos, sin=sin, layer=layer, **fields)
 
-    def attention(self, qkv: _Buffer, layer: int, scale: float) -> _Buffer:
+    def attention(self, qkv: _Buffer, layer: int, scale: float, *, window: int = 0) -> _Buffer:
         out = self._buffer("attention", self._heads * self._kv.layout.head_dim, panels=True)
-        self._op(nl.OP_ATTENTION, in_=qkv.address, ld_in=qkv.ld, out=out.address, layer=layer, scale=scale, **self._head_fields())
+        fields = {"layer": layer, "scale": scale, "window": window, **self._head_fields()}
+        self._op(nl.OP_ATTENTION, in_=qkv.address, ld_in=qkv.ld, out=out.address, **fields)
         return out
 
-    def _head_fields(self) -> dict[str, int]:
+    def _head_fields(self) -> dict[str, Any]:
         return {"heads": self._heads, "kv_heads": self._kv.layout.kv_heads, "head_dim": self._kv.layout.head_dim}
 
     def logits_and_sample(self, x: _Buffer, weight: str) -> None:

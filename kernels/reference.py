@@ -168,19 +168,22 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return round_to(s.float() * up.float(), gate.dtype)
 
 
-def rope(x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor) -> Tensor:
+def rope(x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor, norm_H: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Rotate the halves of each head by its token's angles (Su et al. 2021, in the rotate-half layout of transformers).
 
     Args:
         x_TNH: [T, N, H] bfloat16 or float32.
         cos_TH2, sin_TH2: [T, H/2], the tables' rows at the tokens' positions, dtype of `x_TNH`.
+        norm_H: [H], dtype of `x_TNH`; every head first goes through `rmsnorm` with this weight and `eps`.
 
     Returns:
         [T, N, H], dtype of `x_TNH`.
 
     Raises:
-        ValueError: the tables' shape does not fit.
+        ValueError: the shape of the tables or of `norm_H` does not fit.
     """
+    if norm_H is not None:
+        x_TNH = rmsnorm(x_TNH.flatten(0, 1), norm_H, eps).view_as(x_TNH)
     want = (x_TNH.shape[0], x_TNH.shape[2] // 2)
     _check("rope", cos_TH2.shape == sin_TH2.shape == want, f"tables must be {[*want]}, got {[*cos_TH2.shape]}, {[*sin_TH2.shape]}")
     a, b = x_TNH.float().chunk(2, dim=-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import reference as ref
 from .kv import ReferenceKv
+from .program import HeadNorm, RopeTables
 from .reference_sampler import SamplerRows
 from .step import StepArrays
 from .weights import ReferenceWeights
@@ -31,7 +32,7 @@ class ReferenceProgram:
         kv: ReferenceKv,
         *,
         heads: int,
-        rope: tuple[Tensor, Tensor],
+        rope: RopeTables,
         vocab_limit: int,
         k_shards: int,
     ) -> None:
@@ -91,20 +92,23 @@ class ReferenceProgram:
         size = self._kv.layout.block_tokens
         return torch.from_numpy(self._a["tables"])[slots, positions // size].long(), positions % size
 
-    def rope_store(self, qkv: _Value, layer: int) -> None:
+    def rope_store(self, qkv: _Value, layer: int, *, norm: HeadNorm | None = None) -> None:
         def store() -> None:
             q, k, v = self._split(qkv.tensor)
             positions = self._tokens("positions")
             cos, sin = self._rope[0][positions], self._rope[1][positions]
-            rotated = ref.rope(torch.cat([q, k], dim=1), cos, sin)
-            qkv.tensor = torch.cat([rotated, v], dim=1).flatten(1)
+            if norm is None:
+                q, k = ref.rope(q, cos, sin), ref.rope(k, cos, sin)
+            else:
+                q, k = (ref.rope(x, cos, sin, self._w[w], norm.eps) for x, w in ((q, norm.q), (k, norm.k)))
+            qkv.tensor = torch.cat([q, k, v], dim=1).flatten(1)
             blocks, offsets = self._cells(self._tokens("token_slot"), positions)
-            self._kv.k[blocks, layer, offsets] = rotated[:, self._heads :]
+            self._kv.k[blocks, layer, offsets] = k
             self._kv.v[blocks, layer, offsets] = v
 
         self._calls.append(store)
 
-    def attention(self, qkv: _Value, layer: int, scale: float) -> _Value:
+    def attention(self, qkv: _Value, layer: int, scale: float, *, window: int = 0) -> _Value:
         def attend() -> Tensor:
             q = self._split(qkv.tensor)[0]
             slots, num_keys = self._tokens("token_slot"), self._tokens("num_keys")
@@ -113,9 +117,8 @@ class ReferenceProgram:
                 rows = (slots == slot).nonzero()[:, 0]
                 length = int(num_keys[rows].max())
                 blocks, offsets = self._cells(slot.expand(length), torch.arange(length))
-                out[rows] = ref.attention(
-                    q[rows], self._kv.k[blocks, layer, offsets], self._kv.v[blocks, layer, offsets], num_keys[rows], scale
-                )
+                k, v = self._kv.k[blocks, layer, offsets], self._kv.v[blocks, layer, offsets]
+                out[rows] = ref.attention(q[rows], k, v, num_keys[rows], scale, window or None)
             return out
 
         return self._record(attend)

@@ -252,7 +252,8 @@ struct AttentionItem {
 
   const int32_t* table(int t) const { return st.tables + (int64_t)st.token_slot[t0 + t] * st.table_stride; }
   int keys(int t) const { return st.num_keys[t0 + t]; }
-  int first(int t) const { return st.first_key[t0 + t]; }
+  int first(int t) const { return first_seen(t0 + t); }
+  int first_seen(int token) const { return op.window ? std::max(st.first_key[token], st.num_keys[token] - op.window) : st.first_key[token]; }
   int own_begin(int t) const { return std::max(shared, first(t) / 32); }
   int own_end(int t) const { return ceil_div(keys(t), 32); }
 
@@ -279,6 +280,7 @@ struct AttentionItem {
     bool mine = nt > 1 ? t + 1 < nt : token < st.num_tokens;
     if (plain || !mine) return {nullptr, 0};
     const int32_t* blocks = st.tables + (int64_t)st.token_slot[token] * st.table_stride;
+    from = std::max(from, first_seen(token) / 32);
     int end = std::min(ceil_div(st.num_keys[token], 32), from + MAX_AHEAD), per = st.block_tokens / 32, n = 0;
     for (int kb = from; kb < end; kb++) ahead[n++] = pages.unit(blocks[kb / per], kb % per, next_head);
     return {ahead, n};
@@ -303,6 +305,13 @@ struct AttentionItem {
     }
   }
 
+  // The first shared block that any token sees
+  int shared_begin() const {
+    int begin = shared;
+    for (int t = 0; t < nt && begin > 0; t++) begin = std::min(begin, first(t) / 32);
+    return begin;
+  }
+
   // Probabilities of a tile's rows, and their sum over the shared blocks.
   void tile(int r, int m) {
     int begin, end;
@@ -311,13 +320,14 @@ struct AttentionItem {
       if (i % rep == 0 && own_end(i / rep) > shared) score_own(i / rep);
     for (int i = r; i < r + m; i++) {
       int t = i / rep;
-      softmax_row(s + i * width, p + i * width, first(t), keys(t), begin * 32, std::max(own_end(t), end) * 32, op.scale);
+      int from = begin < end ? std::min(begin, own_begin(t)) : own_begin(t);
+      softmax_row(s + i * width, p + i * width, first(t), keys(t), from * 32, std::max(own_end(t), end) * 32, op.scale);
     }
     value_rows(p + r * width + begin * 32, width, m, units + begin, end - begin, hp, acc + (int64_t)r * hp, {nullptr, 0});
   }
 
   void run() {
-    gather_units(pages, table(nt - 1), head, 0, shared, most_keys, units, spare);
+    gather_units(pages, table(nt - 1), head, shared_begin(), shared, most_keys, units, spare);
     for (int r = 0; r < rows; r += 16) {
       int m = std::min(rows - r, 16), begin, end;
       shared_range(r, m, begin, end);

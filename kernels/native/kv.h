@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "norm.h"
 
 namespace {
 
@@ -106,6 +107,12 @@ inline void rotate(T* x, const T* cos, const T* sin, int half) {
   }
 }
 
+template <class T>
+inline void norm_heads(const Op& op, const Step& st, T* row) {
+  for (int head = 0; head < op.heads + op.kv_heads; head++)
+    norm_in_place(row + head * op.head_dim, (const T*)st.weights[head < op.heads ? op.w : op.w2], op.head_dim, op.eps);
+}
+
 // A run is tokens of one sequence that fall into one unit. A run at offset 0 clears the unit first: what a page held before
 // (an Inf of some other request, say) can then never meet a zero probability.
 template <class T>
@@ -123,9 +130,10 @@ void rope_store_item(const Op& op, const Step& st, int index) {
     memset(pages.unit(block, sub, head), 0, pages.unit_elems() * sizeof(T));
   for (int i = 0; i < count; i++) {
     T* row = (T*)op.in + (first + i) * op.ld_in;
-    if (st.cos) {
+    if (op.w >= 0) norm_heads<T>(op, st, row);
+    if (op.cos) {
       int64_t at = (int64_t)st.positions[first + i] * (hd / 2);
-      const T *cos = (const T*)st.cos + at, *sin = (const T*)st.sin + at;
+      const T *cos = (const T*)op.cos + at, *sin = (const T*)op.sin + at;
       for (int head = 0; head < op.heads + op.kv_heads; head++) rotate(row + head * hd, cos, sin, hd / 2);
     }
     const T* k = row + op.heads * hd;

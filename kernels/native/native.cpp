@@ -43,24 +43,14 @@ void panel_rows(const Op& op, int t0, int t1) {
 template <class T>
 void norm_rows(const Op& op, const Step& st, int r0, int r1) {
   const T* weight = (const T*)st.weights[op.w];
-  int kb = ceil_div(op.k, 32), whole = op.k / 16 * 16;
-  auto chunk = [&](const T* p, int j) {
-    if (j < whole) return load(p + j);
-    T tail[16] = {};
-    memcpy(tail, p + j, (op.k - j) * sizeof(T));
-    return load(tail);
-  };
+  int kb = ceil_div(op.k, 32);
   for (int r = r0; r < r1; r++) {
     const T* x = (const T*)op.in + (op.rows_mode ? st.hidden_row[r] : r) * op.ld_in;
-    v16 a[4] = {zero16(), zero16(), zero16(), zero16()};
+    v16 scale = inverse_rms(x, op.k, op.eps);
     for (int j = 0; j < op.k; j += 16) {
-      v16 v = chunk(x, j);
-      a[j / 16 % 4] = fma(v, v, a[j / 16 % 4]);
+      int n = op.k - j < 16 ? op.k - j : 16;
+      panel_store((T*)op.out, kb, r, j, normed<T>(load_first(x + j, n), scale, load_first(weight + j, n)), n);
     }
-    float mean = hsum((a[0] + a[1]) + (a[2] + a[3])) / (float)op.k;
-    v16 scale = bc(1.f / sqrtf(mean + op.eps));
-    for (int j = 0; j < op.k; j += 16)
-      panel_store((T*)op.out, kb, r, j, rounded<T>(chunk(x, j) * scale) * chunk(weight, j), op.k - j < 16 ? op.k - j : 16);
   }
 }
 

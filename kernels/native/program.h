@@ -7,7 +7,7 @@ enum OpKind : int32_t {
   OP_EMBED = 1,       // out[t] = row ids[t] of weight w (plain rows, or packed when `packed`)
   OP_RMSNORM = 2,     // out (panels) = rmsnorm(in (rows)) * w; rows_mode 1 reads in[hidden_row[r]]
   OP_LINEAR = 3,      // in (panels) -> out, by epilogue
-  OP_ROPE_STORE = 4,  // rotate q and k of in (rows) in place, store k and v into the pages
+  OP_ROPE_STORE = 4,  // norm the q heads of in (rows) by w and its k heads by w2, rotate both, all in place; store k and v into the pages
   OP_ATTENTION = 5,   // q of in (rows), pages -> out (panels)
   OP_COPY_BLOCKS = 6, // KV block copies, all layers
   OP_LOGITS = 7,      // head linear and sampler over hidden panels, in pieces of `piece_rows`
@@ -18,11 +18,14 @@ enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2 };
 
 struct Op {
   int32_t kind, dtype;       // dtype: 0 bfloat16, 1 float32
-  int32_t w, bias;           // indices into Step.weights, -1 for none
+  int32_t w, bias, w2;       // indices into Step.weights, -1 for none
+  int32_t window;            // OP_ATTENTION: keys a token sees, itself included; 0: all
   int32_t n, k;              // output and input width
   int32_t shards, epilogue;
   void* in;
   void* out;                 // EP_RESIDUAL: the residual rows, read and written
+  const void* cos;           // OP_ROPE_STORE: tables [P, head_dim / 2], dtype; null: heads are not rotated
+  const void* sin;
   int64_t ld_in, ld_out;     // row strides in elements, for row-major buffers
   int32_t layer, rows_mode;  // rows_mode 0: the step's tokens, 1: its logits rows
   float eps, scale;
@@ -37,8 +40,6 @@ struct Step {
   char* kv;
   int64_t kv_block_bytes, kv_layer_bytes;
   int32_t block_tokens, num_layers;
-  const void* cos;  // [P, head_dim / 2], dtype; null: OP_ROPE_STORE only stores
-  const void* sin;
   int32_t num_runs, num_items, num_copies, table_stride;
   const int32_t* runs;        // [num_runs][4]: first token, tokens, block, offset; within one unit of min(32, block_tokens)
   const int32_t* items;       // [num_items][4]: first token, tokens, leading key blocks (32 keys) they share, most keys

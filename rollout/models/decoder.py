@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kernels.program import Program
+from ...kernels.program import HeadNorm, Program
 from ...kernels.weights import WeightSpec
 from .config import DecoderConfig
 from .params import param_specs
@@ -31,8 +31,9 @@ def record(program: Program, cfg: DecoderConfig) -> None:
         layer = f"layers.{i}."
         h = program.rmsnorm(x, layer + "attn_norm", eps)
         qkv = program.linear(h, layer + "qkv", layer + "qkv_bias" if cfg.qkv_bias else None)
-        program.rope_store(qkv, i)
-        program.add_linear(x, program.attention(qkv, i, scale), layer + "attn_out")
+        program.rope_store(qkv, i, norm=HeadNorm(layer + "q_norm", layer + "k_norm", eps) if cfg.qk_norm else None)
+        attended = program.attention(qkv, i, scale, window=cfg.windows[i] if cfg.windows else 0)
+        program.add_linear(x, attended, layer + "attn_out")
         h = program.rmsnorm(x, layer + "mlp_norm", eps)
         program.add_linear(x, program.linear_silu_mul(h, layer + "gate_up"), layer + "mlp_down")
     h = program.rmsnorm(x, "final_norm", eps, logits_rows=True)

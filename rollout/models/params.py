@@ -5,6 +5,7 @@ I MLP width, H query heads, K KV heads, d head size; shapes at tensor-parallel s
 
     embed [V, D]            final_norm [D]          head [V, D]  (absent when tied: the head is the embedding)
     layers.{i}.attn_norm [D]     layers.{i}.qkv [(H + 2K) d, D] (rows q, k, v)     layers.{i}.qkv_bias [(H + 2K) d] (qwen2)
+    layers.{i}.q_norm [d]        layers.{i}.k_norm [d]                             (both of qk_norm models)
     layers.{i}.attn_out [D, H d] layers.{i}.mlp_norm [D]
     layers.{i}.gate_up [2 I, D] (rows gate, up)      layers.{i}.mlp_down [D, I]
 
@@ -96,6 +97,9 @@ def _table(cfg: DecoderConfig) -> dict[str, _Entry]:
         layer["self_attn.q_proj.bias"] = _Entry("qkv_bias", (q,), "column")
         layer["self_attn.k_proj.bias"] = _Entry("qkv_bias", (kv,), "column", q)
         layer["self_attn.v_proj.bias"] = _Entry("qkv_bias", (kv,), "column", q + kv)
+    if cfg.qk_norm:
+        layer["self_attn.q_norm.weight"] = _Entry("q_norm", (cfg.head_dim,), "vector")
+        layer["self_attn.k_norm.weight"] = _Entry("k_norm", (cfg.head_dim,), "vector")
     table = {EMBED: _Entry("embed", (cfg.vocab_size, D), "embedding")}
     for i in range(cfg.num_layers):
         for suffix, e in layer.items():

@@ -130,6 +130,8 @@ def test_rope(ops: NativeOps, data: ModuleType, same: Same, head_size: int, dtyp
     want = ref.rope(x, cos, sin)
     same(ops.rope(x, cos, sin), want)
     same(ops.rope(x[69:], cos[69:], sin[69:]), want[69:])
+    norm = rand(head_size, dtype=dtype)
+    same(ops.rope(x, cos, sin, norm, 1e-6), ref.rope(x, cos, sin, norm, 1e-6))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
@@ -187,6 +189,7 @@ def test_weights_written_slice_by_slice(ops: NativeOps, layout: str, dtype: torc
         (lambda o: o.linear(*(rand(4, 4, dtype=F32), o.pack_linear(rand(4, 4, dtype=F32))), residual_TN=rand(4, 3, dtype=F32)), "residual"),
         (lambda o: o.rmsnorm(rand(2, 4, dtype=F32), rand(5, dtype=F32), 1e-5), "does not meet a weight"),
         (lambda o: o.rope(rand(2, 1, 4, dtype=F32), rand(2, 4, dtype=F32), rand(2, 4, dtype=F32)), r"must be \[2, 2\]"),
+        (lambda o: o.rope(*(rand(2, *s, dtype=F32) for s in ((1, 4), (2,), (2,))), rand(2, dtype=F32)), r"must be \[4\]"),
     ],
 )
 def test_mistakes_are_named(ops: NativeOps, call: Callable[[NativeOps], Any], message: str) -> None:

@@ -89,7 +89,24 @@ def test_windows(ops: NativeOps, once: Once, data: ModuleType, same: Same, windo
     want = once(("window", window, dtype), lambda: ref.attention(q, k, v, num_keys, 0.2, window))
     for block_tokens in BLOCKS:
         for item_tokens in (None, [1] * 12, [5, 7]):
-            same(ops.attention(q, k, v, num_keys, 0.2, first_key_T=first, block_tokens=block_tokens, item_tokens=item_tokens), want)
+            options: dict[str, Any] = {"block_tokens": block_tokens, "item_tokens": item_tokens}
+            same(ops.attention(q, k, v, num_keys, 0.2, first_key_T=first, **options), want)
+            same(ops.attention(q, k, v, num_keys, 0.2, window, **options), want)
+
+
+@DTYPES
+def test_key_blocks_outside_the_window_are_not_read(ops: NativeOps, data: ModuleType, same: Same, dtype: torch.dtype) -> None:
+    q, k, v = data.cancel_attention(3, 96 + 3 * 54, 6, 2, 64, dtype, seed=1)
+    options: dict[str, Any] = {"sequence_T": torch.arange(3), "lengths": [54] * 3, "shared_tokens": 96}
+    want = ops.attention(q, k, v, torch.tensor([150] * 3), 0.2, 40, **options)
+    assert want.isfinite().all()
+    k[:96], v[:96] = math.nan, math.nan
+    for block_tokens in BLOCKS[:3]:
+        for item_tokens in ([3], [1, 2]):
+            got = ops.attention(
+                q, k, v, torch.tensor([150] * 3), 0.2, 40, block_tokens=block_tokens, item_tokens=item_tokens, **options
+            )
+            same(got, want)
 
 
 @DTYPES

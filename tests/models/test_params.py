@@ -21,7 +21,7 @@ CONFIG = DecoderConfig(
     qkv_bias=True,
     max_position_embeddings=64,
 )
-TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True, qkv_bias=False, family="llama")
+TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True, qkv_bias=False, qk_norm=True, family="qwen3")
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +92,8 @@ def test_shards_together_are_the_original(cfg: DecoderConfig, size: int) -> None
     for rank in ranks:
         assert torch.equal(rank["embed"], hf["model.embed_tokens.weight"])
         assert torch.equal(rank["final_norm"], hf["model.norm.weight"])
+        for name in ("q_norm", "k_norm") if cfg.qk_norm else ():
+            assert torch.equal(rank[f"layers.1.{name}"], hf[f"model.layers.1.self_attn.{name}.weight"])
     spans = [head_rows(cfg, rank, size) for rank in range(size)]
     assert [i for first, rows in spans for i in range(first, first + rows)] == list(range(cfg.vocab_size))
     if not cfg.tie_word_embeddings:
