@@ -60,6 +60,13 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
     return [None if v != v else v for v in values] if code in "fd" else values
 
 
+def slice_array(value: dict[str, Any], start: int) -> dict[str, Any]:
+    """The rows of a well-formed wire array from `start` on (its first axis)."""
+    rows, *rest = value["shape"]
+    row_bytes = len(value["data"]) // rows if rows else 0
+    return {"dtype": value["dtype"], "shape": [rows - start, *rest], "data": bytes(value["data"][start * row_bytes :])}
+
+
 def jsonable(value: Any) -> Any:
     """Strict JSON: wire arrays as lists; NaN and the infinities as null."""
     if is_array(value):

@@ -11,6 +11,7 @@ from .rollouts import RolloutService
 CAPABILITIES = (
     "rollouts",
     "rollouts.stream",
+    "rollouts.stream_tokens",
     "rollouts.msgpack",
     "rollouts.text",
     "rollouts.continue_from",

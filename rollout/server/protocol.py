@@ -11,6 +11,7 @@ from .checks import (
     Field,
     Schema,
     boolean,
+    check,
     described_by,
     fail,
     include,
@@ -30,6 +31,20 @@ from .schemas import of_dataclass
 _seed = integer(0, U64 - 1, "an int in [0, 2**64)")
 _max_tokens = integer(0, 1 << 31, "an int >= 0")
 _first = integer(0, (1 << 32) - MAX_SAMPLES, f"an int in [0, 2**32 - {MAX_SAMPLES}]")
+_STREAM_DOC = (
+    'reply as a stream: "samples" (or true) sends each sample when it is finished; "tokens" also sends its tokens as they come. '
+    "The deltas of a sample add up to the sample, which follows them whole"
+)
+
+
+@check({"anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["samples", "tokens"]}]})
+def _stream(path: str, value: Any) -> str:
+    """What RolloutCall.stream says."""
+    if isinstance(value, bool):
+        return "samples" if value else ""
+    if value not in ("samples", "tokens"):
+        raise fail(path, 'true, false, "samples" or "tokens"', value)
+    return str(value)
 
 
 def _later(*names: str) -> tuple[Field, ...]:
@@ -57,7 +72,7 @@ ENVELOPE_FIELDS = (
     Field("group", string, "name shared by calls that are aborted together"),
     Field("session", string, "name of the conversation or worker this belongs to, for abort"),
     Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", default=0),
-    Field("stream", boolean, "reply as a stream, one event per finished sample", default=False),
+    Field("stream", _stream, _STREAM_DOC, default=False),
     Field("deadline_s", seconds, 'seconds until the rest ends with its partial output and abort_reason "deadline"'),
     *_later("min_version", "max_version_lag", "detach_s", "on_unavailable"),
 )
@@ -89,7 +104,8 @@ class RolloutCall:
     group: str | None
     session: str | None
     priority: int
-    stream: bool
+    stream: str
+    """"samples", "tokens", or empty: one reply"""
     deadline_s: float | None
 
 
@@ -151,7 +167,7 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
         group=got.get("group"),
         session=got.get("session"),
         priority=got.get("priority", 0),
-        stream=got.get("stream", False),
+        stream=got.get("stream", ""),
         deadline_s=got.get("deadline_s"),
     )
 

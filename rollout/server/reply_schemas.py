@@ -30,6 +30,17 @@ SAMPLE = reply_schema(
     Item("cached_tokens", nullable(COUNT), _DOCS["cached_tokens"]),
 )
 
+DELTA = reply_schema(
+    "New tokens of a running sample. Counted from the sample's first token: `start`, and the spans of weight_versions.",
+    Item("index", COUNT, "of the sample"),
+    Item("start", COUNT, "the first of these tokens"),
+    Item("token_ids", column("token_ids"), "those after the last delta"),
+    *(Item(name, column(name), always=name == "logprobs") for name in COLUMNS if name not in ("token_ids", "prompt_logprobs")),
+    Item("text", STRING, "what became readable; a character is never broken", always=False),
+    Item("weight_versions", array(_SPAN), "of these tokens"),
+    Item("finish_reason", {"type": "null"}),
+)
+
 USAGE = reply_schema(
     "Token counts of one call.",
     Item("prompt_tokens", COUNT, "over the prompts that were served, each once"),
@@ -61,13 +72,14 @@ ROLLOUTS_REPLY = reply_schema(
 
 _ACCEPTED = reply_schema("", _PROMPT_INDEX, Item("prompt_token_ids", _PROMPT_IDS))
 ROLLOUT_EVENT = reply_schema(
-    "One event of a stream: start, then sample or error as they come, then done. An error without prompt_index ends the stream.",
-    Item("event", {"type": "string", "enum": ["start", "sample", "error", "done"]}),
+    "One event of a stream: start; delta (of a call that streams tokens), sample and error as they come; done. "
+    "An error without prompt_index ends the stream.",
+    Item("event", {"type": "string", "enum": ["start", "delta", "sample", "error", "done"]}),
     Item("id", STRING, "with start and done", always=False),
     *(Item(i.name, i.schema, "with start", always=False) for i in _HEAD[1:]),
     Item("prompts", array(_ACCEPTED), "with start: those accepted", always=False),
-    Item("prompt_index", COUNT, "with sample, and with an error of one prompt", always=False),
-    Item("sample", ref("Sample"), "with sample", always=False),
+    Item("prompt_index", COUNT, "with delta and sample, and with an error of one prompt", always=False),
+    Item("sample", {"anyOf": [ref("Sample"), ref("Delta")]}, "with sample and delta", always=False),
     Item("error", _ERROR, "with error", always=False),
     Item("usage", ref("Usage"), "with done", always=False),
 )
@@ -122,6 +134,7 @@ COMPONENTS: dict[str, Schema] = {
     "RolloutsReply": ROLLOUTS_REPLY,
     "PromptResult": PROMPT_RESULT,
     "Sample": SAMPLE,
+    "Delta": DELTA,
     "Usage": USAGE,
     "RolloutEvent": ROLLOUT_EVENT,
     "AbortReply": ABORT_REPLY,

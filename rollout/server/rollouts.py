@@ -1,4 +1,4 @@
-"""`POST /v1/rollouts`: prompts to engine requests, outputs to a reply, whole or streamed by sample.
+"""`POST /v1/rollouts`: prompts to engine requests, outputs to a reply, whole or streamed by sample or by token.
 
 Each prompt is an engine request of its own, so one that is refused takes nobody with it. Whatever ends a call early (hang-up,
 abort, deadline) ends its engine requests too.
@@ -17,9 +17,12 @@ from ..errors import BadRequest, DuplicateRequest, EngineDead, NotReady, Rollsyn
 from ..wire import error_to_wire, pack_array, unpack_array
 from .checks import check_vocabulary
 from .engine_client import EngineProcess, Output
+from .mailbox import Mailbox, output_from
 from .protocol import PromptSpec, RolloutCall
-from .text import TextService
+from .text import SampleText, TextService
 
+Item = dict[str, Any] | RollsyncError
+"""a sample or a delta of one as the reply shows it, or the error of a prompt"""
 OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "prompt_logprobs")
 
 
@@ -30,6 +33,13 @@ def sample_to_reply(output: Output) -> dict[str, Any]:
         sample[name] = output.get(name)
     sample.update({name: output[name] for name in (*OPTIONAL_COLUMNS, "error") if name in output})
     return sample
+
+
+def delta_to_reply(output: Output) -> dict[str, Any]:
+    """New tokens of a running sample: `start` and the spans of `weight_versions` count from the sample's first token."""
+    delta = {"index": output["sample_index"], "start": output["start"], "token_ids": output["token_ids"], "logprobs": output["logprobs"]}
+    delta.update({name: output[name] for name in OPTIONAL_COLUMNS if name in output})
+    return {**delta, "weight_versions": output["weight_versions"], "finish_reason": None}
 
 
 def _aborted_output(request_id: str, index: int, seed: int | None, reason: str) -> Output:
@@ -61,7 +71,8 @@ class Ticket:
         self.prompt_ids: list[tuple[int, ...] | None] = [None] * len(call.prompts)
         self.aborted: str | None = None
         self._service, self._engine = service, service.engine
-        self._mailbox: asyncio.Queue[tuple[int, Output | RollsyncError]] = asyncio.Queue()
+        self._mailbox = Mailbox()
+        self._mailbox.rewind(deltas=call.stream == "tokens")
         self._open: dict[str, int] = {}
         self._counts: Counter[tuple[tuple[int, ...], int | None]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -100,7 +111,7 @@ class Ticket:
                 raise
             except RollsyncError as error:
                 self._engine.counters.rejected(error.code)
-                self._mailbox.put_nowait((i, error))
+                self._mailbox.put(i, error)
             if i % 64 == 63:
                 await asyncio.sleep(0)  # a long list must not hold up health
 
@@ -122,13 +133,14 @@ class Ticket:
             group=self.call.group,
             session=self.call.session,
             priority=self.call.priority,
+            stream=self.call.stream == "tokens",
         )
         self.prompt_ids[i] = ids  # only now known to fit the reply's int32
         if prompt.first_sample is None:
             self._counts[key] += prompt.params.n
         if self.aborted is not None:
             for k in range(prompt.params.n):
-                self._mailbox.put_nowait((i, _aborted_output(request_id, request.first_sample + k, prompt.params.seed, self.aborted)))
+                self._mailbox.put(i, _aborted_output(request_id, request.first_sample + k, prompt.params.seed, self.aborted))
             return
         self._engine.submit(request, self._deliver)
         self._open[request_id] = i
@@ -147,29 +159,54 @@ class Ticket:
     def _deliver(self, request_id: str, item: Output | RollsyncError) -> None:
         index = self._open.get(request_id)
         if index is not None:
-            self._mailbox.put_nowait((index, item))
+            self._mailbox.put(index, item)
 
-    async def events(self) -> AsyncIterator[tuple[int, dict[str, Any] | RollsyncError]]:
-        """(prompt index, finished sample or the prompt's error), each once. Raises EngineDead."""
+    async def events(self) -> AsyncIterator[tuple[int, Item]]:
+        """(prompt index, item): each finished sample once, or the prompt's error. Raises EngineDead.
+
+        A call that streams tokens also gets deltas, samples with finish_reason None. Those of a sample add up to it exactly,
+        and it follows whole. What came while the reader was away is one delta.
+        """
         left = [p.params.n for p in self.call.prompts]
         total = sum(left)
+        texts: dict[tuple[int, int], SampleText] = {}
+        wants_text = "text" in self.call.include
         while total:
-            i, item = await self._mailbox.get()
-            if isinstance(item, EngineDead):
-                raise item
+            i, item, sent = await self._mailbox.get()
             if isinstance(item, RollsyncError):
                 total -= left[i]
                 self._open.pop(f"{self.id}/{i}", None)
                 yield i, name_prompt(item, i)
+                continue
+            key = (i, item["sample_index"])
+            if wants_text and key not in texts:
+                texts[key] = await self._service.text.sample_text()
+            text = texts.get(key)
+            if self.call.stream == "tokens":
+                delta = await self._delta(item, sent, text)
+                if delta["token_ids"]["shape"][0] or delta.get("text"):
+                    yield i, delta
+            if "finish_reason" not in item:
                 continue
             left[i] -= 1
             total -= 1
             if left[i] == 0:
                 self._open.pop(item["request_id"], None)
             sample = sample_to_reply(item)
-            if "text" in self.call.include:
-                sample["text"] = await self._service.text.decode(unpack_array(sample["token_ids"]))
+            if text is not None:
+                if self.call.stream != "tokens":
+                    await self._service.text.extend(text, unpack_array(item["token_ids"]), item)
+                sample.update(text.to_reply())
+                del texts[key]
             yield i, sample
+
+    async def _delta(self, item: Output, sent: int, text: SampleText | None) -> dict[str, Any]:
+        """What is new since `sent`: all of a joined delta, or the tail of a final output."""
+        final = "finish_reason" in item
+        delta = delta_to_reply(output_from(item, sent) if final else item)
+        if text is not None:
+            delta["text"] = await self._service.text.extend(text, unpack_array(delta["token_ids"]), item if final else None)
+        return delta
 
 
 class Usage:
@@ -249,7 +286,7 @@ class RolloutService:
         return {**body, "error": results[0]["error"]}, errors[0].status
 
     async def streamed(self, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
-        """Events: start, then sample or error as they come, then done. An error without prompt_index ends the stream."""
+        """Events: start; delta (if asked), sample and error as they come; done. An error without prompt_index ends the stream."""
         usage, failed = Usage(), set()
         try:
             await ticket.start()
@@ -259,6 +296,8 @@ class RolloutService:
                 if isinstance(item, RollsyncError):
                     failed.add(i)
                     yield {"event": "error", "prompt_index": i, "error": error_to_wire(item)}
+                elif item["finish_reason"] is None:
+                    yield {"event": "delta", "prompt_index": i, "sample": item}
                 else:
                     usage.add(item)
                     yield {"event": "sample", "prompt_index": i, "sample": item}

@@ -7,6 +7,10 @@ from typing import Any, Protocol
 
 from ..engine.config import EngineConfig
 from ..errors import BadRequest, RollsyncError
+from ..models.detokenizer import IncrementalDecoder
+
+INLINE_TOKENS = 64
+"""more than this many tokens are decoded in a worker thread"""
 
 
 class TokenizerLike(Protocol):
@@ -57,6 +61,93 @@ class TextService:
             raise BadRequest(f"messages could not be rendered: {type(error).__name__}: {error}", field="messages") from None
         return tuple(ids)
 
-    async def decode(self, ids: list[int]) -> str:
-        tokenizer = await self.tokenizer()
-        return await asyncio.to_thread(tokenizer.decode, ids)
+    async def sample_text(self) -> SampleText:
+        return SampleText(await self.tokenizer())
+
+    async def extend(self, text: SampleText, ids: list[int], final: dict[str, Any] | None) -> str:
+        """What `ids` add to a sample's text; `final` is the sample's final output if these are its last. Never raises."""
+
+        def work() -> str:
+            return text.push(ids) if final is None else text.finish(ids, final.get("stop_reason"))
+
+        try:
+            if text.error is None:
+                return work() if len(ids) <= INLINE_TOKENS else await asyncio.to_thread(work)
+        except Exception as error:  # a sample's text must not take its call along
+            text.error = f"the text could not be made: {type(error).__name__}: {error}"
+        return ""
+
+
+class SampleText:
+    """The text of one sample as its tokens come: whole characters only, and never the start of what `hidden_stops` will cut off.
+
+    Args:
+        tokenizer: of the ids pushed.
+        skip_special_tokens: leave special tokens out of the text. They still count where stop strings are looked for.
+        hidden_stops: stop strings that the text must not end with.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, hidden_stops: tuple[str, ...] = ()) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._shown = IncrementalDecoder(tokenizer, skip_special_tokens)
+        self._full = IncrementalDecoder(tokenizer, False) if hidden_stops else None
+        self._keep = max((len(s) for s in hidden_stops), default=1) - 1
+        self._held: list[tuple[str, str]] = []
+        """text per token that may yet be cut: (with special tokens, as shown)"""
+        self._untouched = True
+        self.text = ""
+        """all that was given out"""
+        self.error: str | None = None
+        """why there is no more text"""
+
+    def push(self, ids: list[int]) -> str:
+        """The text that is settled with these tokens, which do not end the sample."""
+        self._untouched = False
+        if self._full is None:
+            return self._out("".join([self._shown.push(i) for i in ids]))
+        self._held += [(self._full.push(i), self._shown.push(i)) for i in ids]
+        settled, behind = len(self._held), 0
+        while settled and behind < self._keep:
+            settled -= 1
+            behind += len(self._held[settled][0])
+        return self._release(settled)
+
+    def finish(self, ids: list[int], stop_reason: int | str | None) -> str:
+        """The text of the last tokens, without the stop string that ended the sample and what its last token holds behind it."""
+        if self._full is None:
+            if self._untouched:
+                return self._out(self._tokenizer.decode(ids, skip_special_tokens=self._skip))
+            return self._out("".join([self._shown.push(i) for i in ids]) + self._shown.finish())
+        self._held += [(self._full.push(i), self._shown.push(i)) for i in ids]
+        rest = (self._full.finish(), self._shown.finish())
+        if ids and isinstance(stop_reason, str):
+            return self._cut(stop_reason)
+        self._held.append(rest)
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        ready, self._held = self._held[:count], self._held[count:]
+        return self._out("".join(shown for _, shown in ready))
+
+    def _cut(self, stop: str) -> str:
+        """What is held up to `stop`, which ends in the last token."""
+        full = "".join(text for text, _ in self._held)
+        at = full.find(stop, max(0, len(full) - len(self._held[-1][0]) - len(stop) + 1))
+        kept, end = [], 0
+        for text, shown in self._held:
+            start, end = end, end + len(text)
+            if at < 0 or end <= at:
+                kept.append(shown)
+            elif shown == text:
+                kept.append(shown[: max(0, at - start)])
+        self._held = []
+        return self._out("".join(kept))
+
+    def to_reply(self) -> dict[str, str]:
+        """The sample's fields that this decides."""
+        failed = {} if self.error is None else {"finish_reason": "error", "error": self.error}
+        return {"text": self.text, **failed}
+
+    def _out(self, text: str) -> str:
+        self.text += text
+        return text

@@ -20,6 +20,8 @@ CRASH = 99
 VOCAB = 256
 MAX_LEN = 4096
 STEP_S = 0.002
+SWITCH = 16
+"""tokens made by each weight version"""
 
 
 @dataclass
@@ -56,16 +58,18 @@ class FakeEngine:
             raise BadRequest("priority must not be 13", field="priority")
         self._running += [_Running(request, request.first_sample + i) for i in range(request.params.n)]
 
-    def _output(self, r: _Running, **end: Any) -> SampleOutput:
-        logprobs = [-float("inf") if t == 0 else -1.0 / (1 + t) for t in r.tokens]
+    def _output(self, r: _Running, start: int = 0, **end: Any) -> SampleOutput:
+        tokens = r.tokens[start:]
+        logprobs = [-float("inf") if t == 0 else -1.0 / (1 + t) for t in tokens]
         extra = {"model_logprobs": logprobs} if "model_logprobs" in r.request.include else {}
-        if "prompt_logprobs" in r.request.include:
+        if end and "prompt_logprobs" in r.request.include:
             extra["prompt_logprobs"] = [None, *(-0.5 for _ in r.request.prompt_token_ids[1:])]
-        versions = [{"version": 0, "start": 0, "end": len(r.tokens)}] if r.tokens else []
+        spans = [(v, max(0, SWITCH * v - start), min(len(r.tokens), SWITCH * (v + 1)) - start) for v in range(len(r.tokens) // SWITCH + 1)]
+        versions = [{"version": v, "start": low, "end": high} for v, low, high in spans if low < high]
         return SampleOutput(
             request_id=r.request.request_id,
             sample_index=r.index,
-            token_ids=list(r.tokens),
+            token_ids=tokens,
             logprobs=logprobs,
             weight_versions=versions,
             seed=r.request.params.seed or 7,
@@ -88,11 +92,13 @@ class FakeEngine:
         for r in self._running:
             if r.request.prompt_token_ids[0] == CRASH:
                 raise RuntimeError("the fake step broke")
-            r.tokens.append((sum(r.request.prompt_token_ids) + 31 * r.index + 7 * len(r.tokens)) % VOCAB)
+            if r.limit:
+                r.tokens.append((sum(r.request.prompt_token_ids) + 31 * r.index + 7 * len(r.tokens)) % VOCAB)
             if len(r.tokens) >= r.limit:
                 done.append(r)
         self._running = [r for r in self._running if r not in done]
-        return [self._output(r, finish_reason="length") for r in done]
+        deltas = [self._output(r, len(r.tokens) - 1) for r in self._running if r.request.stream]
+        return deltas + [self._output(r, finish_reason="length") for r in done]
 
     def stats(self) -> dict[str, Any]:
         num = len(self._running)

@@ -1,0 +1,184 @@
+"""Token streams: deltas add up to the sample, in both encodings, whatever the reader's pace."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import struct
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+from rollsync import RolloutClient
+from rollsync.rollout.server.mailbox import Mailbox, join_spans, output_from
+from rollsync.rollout.server.text import SampleText
+from rollsync.rollout.wire import MSGPACK, pack_array, unpack_array
+
+COLUMNS = ("token_ids", "logprobs", "model_logprobs")
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return unpack_array(value) if value.keys() == {"dtype", "shape", "data"} else {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
+
+
+def frames(data: bytes) -> list[dict[str, Any]]:
+    events, at = [], 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        events.append(plain(msgpack.unpackb(data[at + 4 : at + 4 + size])))
+        at += 4 + size
+    return events
+
+
+def server_sent(data: bytes) -> list[dict[str, Any]]:
+    events = []
+    for block in data.decode().split("\n\n")[:-1]:
+        name, content = block.split("\n")
+        events.append(json.loads(content.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['event']}"
+    return events
+
+
+def check_sums(events: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    """The finished samples by (prompt, index); asserts that the deltas before each add up to it."""
+    sums: dict[tuple[int, int], dict[str, Any]] = {}
+    done = {}
+    for event in events:
+        if event["event"] not in ("delta", "sample"):
+            continue
+        sample = event["sample"]
+        key = (event["prompt_index"], sample["index"])
+        assert key not in done, "nothing comes after the sample"
+        if event["event"] == "sample":
+            done[key] = sample
+            for name, value in sums.get(key, {}).items():
+                assert sample[name] == value, name
+            continue
+        so_far = sums.setdefault(key, {**{name: [] for name in COLUMNS}, "weight_versions": []})
+        assert sample["finish_reason"] is None and sample["start"] == len(so_far["token_ids"])
+        for name in COLUMNS:
+            so_far[name] += sample[name]
+        join_spans(so_far["weight_versions"], sample["weight_versions"], 0)
+    return done
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_deltas_add_up_to_the_sample(server: Any, binary: bool) -> None:
+    lengths = {1: 40, 2: 1, 3: 0}
+    prompts = [{"token_ids": []}, *({"token_ids": [i, 7], "max_tokens": most} for i, most in lengths.items())]
+    asked = {"prompts": prompts, "n": 2, "include": ["model_logprobs", "prompt_logprobs"], "stream": "tokens"}
+    headers = {"Accept": MSGPACK if binary else "text/event-stream"}
+    answer = httpx.post(f"{server.url}/v1/rollouts", json=asked, headers=headers)
+    events = frames(answer.content) if binary else server_sent(answer.content)
+    assert [e["event"] for e in (events[0], events[-1])] == ["start", "done"]
+    assert sum(e["event"] == "delta" and e["prompt_index"] == 1 for e in events) > 4, "tokens came as they were made"
+    assert [e["prompt_index"] for e in events if e["event"] == "error"] == [0]
+    samples = check_sums(events)
+    assert {key: len(s["token_ids"]) for key, s in samples.items()} == {(i, k): most for i, most in lengths.items() for k in (0, 1)}
+    whole = httpx.post(f"{server.url}/v1/rollouts", json={**asked, "stream": False}).json()
+    for (i, k), sample in samples.items():
+        wanted = whole["results"][i]["samples"][k]
+        assert sample.keys() == wanted.keys()
+        for name in ("token_ids", "weight_versions", "finish_reason", "prompt_logprobs"):
+            assert sample[name] == wanted[name]
+
+
+def output(start: int, end: int, **end_fields: Any) -> dict[str, Any]:
+    """A fake's tokens [start, end): its version changes every 7 tokens."""
+    spans: list[dict[str, int]] = []
+    for t in range(start, end):
+        join_spans(spans, [{"version": t // 7, "start": t - start, "end": t - start + 1}], 0)
+    columns = {"token_ids": pack_array("<i4", range(start, end)), "logprobs": pack_array("<f4", [-1.0 * t for t in range(start, end)])}
+    pairs = b"".join(struct.pack("<2i", t, -t) for t in range(start, end))  # a column with two values per token
+    return {"sample_index": 0, **columns, "weight_versions": spans, **end_fields, "pairs": pairs}
+
+
+def test_what_a_slow_reader_missed_is_one_delta() -> None:
+    async def run() -> None:
+        rng = random.Random(3)
+        mailbox = Mailbox()
+        mailbox.rewind(deltas=True)
+        tokens: list[int] = []
+        spans: list[dict[str, int]] = []
+        end = reads = 0
+
+        def check(delta: dict[str, Any]) -> None:
+            assert delta["start"] == len(tokens)
+            tokens.extend(unpack_array(delta["token_ids"]))
+            assert unpack_array(delta["logprobs"]) == [-1.0 * t for t in tokens[delta["start"] :]]
+            join_spans(spans, delta["weight_versions"], 0)
+
+        for _ in range(50):
+            for _ in range(rng.randrange(1, 40)):
+                mailbox.put(0, output(end, end + 1))
+                end += 1
+            if rng.random() < 0.5:
+                check((await mailbox.get())[1])
+                reads += 1
+        final = output(0, end + 1, finish_reason="length")
+        mailbox.put(0, final)
+        _, last, sent = await mailbox.get()
+        assert last is final
+        check(output_from(last, sent))
+        assert tokens == list(range(end + 1)) and spans == final["weight_versions"] and reads < 40
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_stands_still_stalls_nobody(until: Any, server: Any, client: RolloutClient) -> None:
+    asked = {"prompts": [{"token_ids": [1]}], "n": 64, "sampling_params": {"max_tokens": 200}, "include": ["model_logprobs"]}
+    host, port = server.url.removeprefix("http://").split(":")
+    still = http.client.HTTPConnection(host, int(port))
+    still.request("POST", "/v1/rollouts", json.dumps({**asked, "stream": "tokens"}), {"Accept": MSGPACK})
+    until(lambda: server.running() == 64)
+    assert len(client.rollouts([[5]], sampling_params={"max_tokens": 250}).results[0].samples[0].token_ids) == 250
+    assert server.running() == 0
+    assert len(check_sums(frames(still.getresponse().read()))) == 64
+    still.close()
+
+
+class Pieces:
+    """A tokenizer of given pieces of bytes; the last one is special."""
+
+    is_byte_level = True
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = pieces
+        self.special_ids = {len(pieces) - 1}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self._pieces[i] for i in ids if not (skip_special_tokens and i in self.special_ids)).decode(errors="replace")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_deltas_never_break_a_character_nor_show_a_hidden_stop(skip: bool) -> None:
+    tokenizer = Pieces(b"a", b"ST", b"OP", "é".encode()[:1], "é".encode()[1:], b"xSTOPy", b"S", b"<e>")
+    rng = random.Random(7)
+    for _ in range(400):
+        ids = [rng.randrange(8) for _ in range(rng.randrange(1, 12))]
+        full = tokenizer.decode(ids, False)
+        at = full.find("STOP")
+        if at >= 0:  # it would have ended with the token that completes it
+            count = next(k for k in range(1, len(ids) + 1) if "STOP" in tokenizer.decode(ids[:k], False))
+            ids = ids[:count]
+        shown = tokenizer.decode(ids, skip)
+        for hidden in ((), ("STOP",)):
+            text = SampleText(tokenizer, skip, hidden)
+            cut = rng.randrange(len(ids))
+            parts = [text.push([i]) for i in ids[:cut]]
+            parts.append(text.finish(ids[cut:], "STOP" if at >= 0 else None))
+            assert text.text == "".join(parts)
+            if not hidden or at < 0:
+                assert text.text == shown
+            elif not skip or 7 not in ids:
+                assert text.text == full[:at]
+            else:
+                assert shown.startswith(text.text) and len(shown) - len(text.text) >= len("STOP") - full[at:].count("<")
