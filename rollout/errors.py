@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def describe(error: BaseException) -> str:
+    """The class and words of an exception, as text that every wire can carry."""
+    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+
+
 class RollsyncError(Exception):
     """Base of the named errors. `status` is the HTTP status a server answers with."""
 

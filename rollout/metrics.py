@@ -20,6 +20,7 @@ ENGINE_METRICS = {
     "cached_tokens": ("rollsync_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in the prefix cache."),
     "preemptions": ("rollsync_preemptions_total", "counter", "Samples preempted and recomputed."),
     "nonfinite": ("rollsync_nonfinite_logits_total", "counter", "Samples ended because their logits were not finite."),
+    "faults": ("rollsync_sample_faults_total", "counter", "Samples ended by an exception of their own."),
     "generated_tokens": ("rollsync_generated_tokens_total", "counter", "Tokens sampled, those of unfinished samples included."),
     "finished": ("rollsync_engine_samples_finished_total", "counter", "Samples the engine finished by itself."),
     "aborted": ("rollsync_engine_samples_aborted_total", "counter", "Samples aborted."),

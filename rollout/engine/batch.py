@@ -5,13 +5,17 @@ E entries (sequences fed this step), T tokens, R logits rows.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.step import StepArrays
+from ..errors import describe
 from .types import SlotInit, StepPlan
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -37,11 +41,19 @@ class Slots:
         self.want = np.zeros(num_slots, np.uint8)
         self.banned_until = np.zeros(num_slots, np.int64)
         self.banned: list[tuple[int, ...]] = [()] * num_slots
+        self.faults: dict[int, str] = {}
+        """slots that could not be set up, with the words of the exception; their rows are drawn greedily and mean nothing"""
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the plan's new slots and block tables."""
         for init in plan.new_slots:
-            self._init(init)
+            self.faults.pop(init.slot, None)
+            try:
+                self._init(init)
+            except Exception as error:  # that request's, so it ends alone
+                log.error("slot %d could not be set up", init.slot, exc_info=error)
+                self.faults[init.slot] = describe(error)
+                self._clear(init.slot)
         for slot, first, blocks in plan.block_updates:
             self.tables[slot, first : first + len(blocks)] = blocks
 
@@ -51,6 +63,16 @@ class Slots:
         self.top_k[s], self.seed[s], self.sample_index[s] = init.top_k, init.seed, init.sample_index
         self.want[s] = init.want_model_logprobs | init.want_entropy << 1
         self.banned[s], self.banned_until[s] = init.banned_ids, init.banned_until if init.banned_ids else 0
+
+    def _clear(self, slot: int) -> None:
+        """Columns that any row can be drawn with."""
+        self.temperature[slot], self.top_p[slot], self.min_p[slot], self.top_k[slot] = 0.0, 1.0, 0.0, 0
+        self.want[slot], self.banned[slot], self.banned_until[slot] = 0, (), 0
+
+    def faulty_rows(self, row_slot: list[int]) -> list[tuple[int, str]]:
+        """(row, words) of the rows of slots that could not be set up."""
+        faults = self.faults
+        return [(row, faults[slot]) for row, slot in enumerate(row_slot) if slot in faults] if faults else []
 
 
 def _entry_order(starts: Array, counts: Array, slots: Array, tables: Array, block_tokens: int) -> Array:

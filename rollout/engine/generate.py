@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -12,12 +13,15 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import BadRequest, IllegalState
+from ..errors import BadRequest, IllegalState, RollsyncError, describe
+from .outputs import bare_output
 from .types import RolloutRequest, SampleOutput, SamplingParams
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
     from .engine import Engine
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
 """text, token ids, chat messages, or a prompt object as in `POST /v1/rollouts`: {"token_ids" | "text" | "messages": …} with
@@ -153,6 +157,20 @@ def _requests(
     return requests
 
 
+def _add(engine: Engine, request: RolloutRequest, samples: dict[str, list[SampleOutput]]) -> int:
+    """Start a request. One that meets an unforeseen exception has only errors for samples; returns how many of them."""
+    try:
+        engine.add_request(request)
+        return 0
+    except RollsyncError:
+        raise
+    except Exception as error:
+        log.error("request %r could not be added", request.request_id, exc_info=error)
+        indices = range(request.first_sample, request.first_sample + request.params.n)
+        samples[request.request_id] += [bare_output(request.request_id, i, request.params.seed or 0, describe(error)) for i in indices]
+        return request.params.n
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -174,7 +192,7 @@ def generate(
         try:
             while queue or engine.has_work:
                 while queue and engine.has_room(queue[0].params.n):
-                    engine.add_request(queue.popleft())
+                    num_done += _add(engine, queue.popleft(), samples)
                 interrupt.check()
                 before = engine.scheduler.counters["generated_tokens"]
                 for output in engine.step():

@@ -245,6 +245,7 @@ class ModelRunner:
             model_logprobs=a["out_model_logprob"][:R].tolist(),
             entropy=a["out_entropy"][:R].tolist(),
             nonfinite=nonfinite.nonzero()[0].tolist() if nonfinite.any() else [],
+            faults=self._slots.faulty_rows(plan.row_slot),
         )
 
     def close(self) -> None:

@@ -19,6 +19,13 @@ def spans(seq: Sequence, start: int, end: int) -> list[dict[str, int]]:
     return found
 
 
+def bare_output(request_id: str, sample_index: int, seed: int, error: str) -> SampleOutput:
+    """The final output of a sample whose own could not be made or sent: an error, and no tokens."""
+    return SampleOutput(
+        request_id=request_id, sample_index=sample_index, token_ids=[], logprobs=[], finish_reason="error", error=error, seed=seed
+    )
+
+
 def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
     """Output tokens from `start` on: the whole sample if it has ended (then `start` is 0), else a delta."""
     request, columns, end = seq.request, seq.columns, seq.end

@@ -10,18 +10,25 @@ moves on; and a request that would not fit into the pool alone is refused when i
 from __future__ import annotations
 
 import heapq
+import logging
 from bisect import insort
 from collections import Counter
 
+from ..errors import describe
 from .block_manager import BlockManager
 from .runner_info import RunnerInfo
 from .sequence import Sequence
-from .types import StepPlan
+from .types import SlotInit, StepPlan
+
+log = logging.getLogger(__name__)
 
 MAX_FORCED_ROWS = 256
 """scored (not sampled) logits rows per step; a prefill that needs more is split"""
 
-COUNTERS = ("steps", "fed_tokens", "generated_tokens", "prompt_tokens", "cached_tokens", "preemptions", "nonfinite", "aborted", "finished")
+COUNTERS = (
+    "steps", "fed_tokens", "generated_tokens", "prompt_tokens", "cached_tokens", "preemptions",
+    "nonfinite", "faults", "aborted", "finished",
+)  # fmt: skip
 
 
 def _order(seq: Sequence) -> tuple[int, int, int]:
@@ -70,9 +77,11 @@ class Planner:
         self._flight: list[Sequence] | None = None
         self._chunks: dict[int, Chunk] = {}
         self._row_room = 0
+        self._faulted: list[tuple[Sequence, str]] = []
+        """samples that could not be started, with the words of the exception; in no other list"""
 
     def plan(self) -> StepPlan | None:
-        """The next step; None if nothing is to be computed."""
+        """The next step; None if nothing is to be computed. An exception that concerns one sequence ends up in `_faulted`."""
         assert self._flight is None, "the last plan has no result yet"
         if not self.running and len(self._waiting) == self._num_dead:
             return None
@@ -84,7 +93,10 @@ class Planner:
                 break
             self._plan_chunk(seq, plan)
         self._plan_waiting(plan)
-        assert plan.slots, "sequences wait, none runs, and none can start"
+        if not plan.slots:
+            assert self._faulted, "sequences wait, none runs, and none can start"
+            self._flight = None
+            return None
         self.counters["steps"] += 1
         return plan
 
@@ -182,15 +194,20 @@ class Planner:
             if len(children) >= room:
                 self._enqueue(child)
                 continue
+            try:
+                child.start()
+                init = child.slot_init(self._free_slots[-1])
+            except Exception as error:
+                self._set_aside(child, error)
+                continue
             children.append(child)
-            child.start()
             child.blocks = seq.blocks.copy()
             self.blocks.share(child.blocks)
             child.digests, child.epoch = seq.digests.copy(), seq.epoch
             child.num_computed = child.writable_end = len(child.tokens)
             child.num_registered = child.num_computed // self.blocks.block_tokens
             child.cached_tokens, child.was_admitted = seq.cached_tokens, True
-            self._enter(child, plan)
+            self._enter(child, init, plan)
         return children
 
     def _plan_waiting(self, plan: StepPlan) -> None:
@@ -209,7 +226,13 @@ class Planner:
                 heapq.heappop(waiting)
                 self._num_dead -= 1
                 continue
-            hits, soon = self._look_up(seq)
+            try:
+                hits, soon = self._look_up(seq)
+                init = seq.slot_init(self._free_slots[-1])
+            except Exception as error:
+                heapq.heappop(waiting)
+                self._set_aside(seq, error)
+                continue
             if soon:
                 put_off.append(heapq.heappop(waiting))
                 continue
@@ -217,7 +240,7 @@ class Planner:
             if not self._allocate(seq, hits, headroom=held):
                 break
             heapq.heappop(waiting)
-            self._enter(seq, plan)
+            self._enter(seq, init, plan)
             self._plan_chunk(seq, plan)
         for entry in put_off:
             heapq.heappush(waiting, entry)
@@ -259,12 +282,19 @@ class Planner:
     def _enqueue(self, seq: Sequence) -> None:
         heapq.heappush(self._waiting, (seq.key, seq))
 
-    def _enter(self, seq: Sequence, plan: StepPlan) -> None:
+    def _set_aside(self, seq: Sequence, error: Exception) -> None:
+        """Waiting to faulted: a sample that cannot be started."""
+        log.error("request %r, sample %d could not be started", seq.request.id, seq.index, exc_info=error)
+        self.num_waiting -= 1
+        self._faulted.append((seq, describe(error)))
+
+    def _enter(self, seq: Sequence, init: SlotInit, plan: StepPlan) -> None:
         """Waiting to running: a slot, its sampling columns and its block table."""
         seq.slot = self._free_slots.pop()
+        assert seq.slot == init.slot
         self.num_waiting -= 1
         insort(self.running, seq, key=_order)
-        plan.new_slots.append(seq.slot_init())
+        plan.new_slots.append(init)
         plan.block_updates.append((seq.slot, 0, seq.blocks.copy()))
 
     def _leave(self, seq: Sequence) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -21,10 +22,10 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import zmq
 
-from ..errors import RollsyncError
+from ..errors import RollsyncError, describe
 from ..wire import COLUMNS, error_to_wire, pack_array
-from .async_engine import EngineLike, EngineLoop
 from .config import EngineConfig
+from .loop import EngineLike, EngineLoop
 from .types import RolloutRequest, SampleOutput
 
 BEAT_PERIOD_S = 0.25
@@ -81,8 +82,6 @@ class Outbox:
 
     def failed(self, error: BaseException) -> None:
         if not isinstance(error, RollsyncError):
-            import traceback
-
             traceback.print_exception(error)
         self.send("failed", error_to_wire(error))
         self.exit_code = 1
@@ -149,11 +148,15 @@ def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> 
     while not outbox.ended.is_set():
         if not inbox.poll(200):
             continue
-        message = msgpack.unpackb(inbox.recv())
-        if message[0] == "request":
-            _submit(loop, outbox, message[1])
-        elif message[0] == "command":
-            loop.command(message[2], message[3], _replier(outbox, message[1]))
+        frame = inbox.recv()
+        try:
+            message = msgpack.unpackb(frame)
+            if message[0] == "request":
+                _submit(loop, outbox, message[1])
+            elif message[0] == "command":
+                loop.command(message[2], message[3], _replier(outbox, message[1]))
+        except Exception:  # a message that names nobody to tell: the others' requests go on
+            traceback.print_exc(file=sys.stderr)
 
 
 def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:
@@ -161,6 +164,9 @@ def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:
         loop.submit(RolloutRequest.from_wire(wire))
     except RollsyncError as error:
         outbox.rejected(wire["request_id"], error)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        outbox.rejected(wire["request_id"], RollsyncError(describe(error)))
 
 
 def _replier(outbox: Outbox, number: int) -> Callable[[Any], None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from .outputs import sample_output
-from .planner import Chunk, Planner
+from ..errors import describe
+from .outputs import bare_output, sample_output
+from .planner import Chunk, Planner, log
 from .runner_info import RunnerInfo
-from .sequence import LENGTH, Ending, Request, Sequence
+from .sequence import Ending, Request, Sequence
 from .types import SampleOutput, StepPlan, StepResult
 
 NONFINITE = "the model's logits held NaN or infinity: the weights or the KV cache are broken"
@@ -31,14 +32,16 @@ class Scheduler(Planner):
     def add(self, request: Request) -> None:
         """Accept a request (checked by the caller). Its samples wait for their first step."""
         request.arrival = self._num_arrived
+        pending, instant = request.pending, request.needs_no_step
+        first = None if instant else request.next_sequence()  # what may fail comes before what it would leave half done
         self._num_arrived += 1
         self.requests[request.id] = request
-        self.num_waiting += request.pending
+        self.num_waiting += pending
         self.counters["prompt_tokens"] += len(request.prompt)
-        if request.needs_no_step:
+        if first is None:
             self._instant.append(request)
         else:
-            self._enqueue(request.next_sequence())
+            self._enqueue(first)
 
     def abort(self, doomed: Iterable[Request], reason: str) -> list[SampleOutput]:
         """End every unfinished sample of some requests, in whatever state, with what it has so far."""
@@ -84,11 +87,17 @@ class Scheduler(Planner):
         return 0
 
     def take_instant(self) -> list[SampleOutput]:
-        """Outputs of requests that were over before they began (max_tokens 0 and nothing to score)."""
+        """Outputs of requests that were over before they began (max_tokens 0 and nothing to score), or that could not begin."""
         outputs: list[SampleOutput] = []
-        for request in self._instant:
-            self._close_pending(request, LENGTH, outputs)
-        self._instant = []
+        instant, self._instant = self._instant, []
+        for request in instant:
+            assert request.given_end is not None
+            self._close_pending(request, request.given_end, outputs)
+        faulted, self._faulted = self._faulted, []
+        for seq, words in faulted:
+            end = Ending("error", error=words)
+            self._close(seq, end, outputs)
+            self._close_pending(seq.request, end, outputs)
         return outputs
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SampleOutput]:
@@ -98,7 +107,7 @@ class Scheduler(Planner):
         self._flight = None
         outputs = self.take_instant()
         mask = self.blocks.block_tokens - 1
-        bad = frozenset(result.nonfinite)
+        bad = {**dict.fromkeys(result.nonfinite, NONFINITE), **dict(result.faults)}
         row = 0
         left = False
         for entry, seq in enumerate(flight):
@@ -109,12 +118,15 @@ class Scheduler(Planner):
                 continue
             if seq.end is None:
                 if row in bad:
-                    self._fail(seq, outputs)
+                    self._fail(seq, bad[row], outputs)
                 else:
-                    seq.num_computed += 1
-                    if not seq.num_computed & mask:
-                        self._register(seq)
-                    self._draw(seq, row, result, outputs)
+                    try:
+                        seq.num_computed += 1
+                        if not seq.num_computed & mask:
+                            self._register(seq)
+                        self._draw(seq, row, result, outputs)
+                    except Exception as error:  # this sequence's, so it ends alone
+                        self._fail(seq, error, outputs)
                 left |= seq.end is not None
             row += 1
         if left:
@@ -123,39 +135,56 @@ class Scheduler(Planner):
         return outputs
 
     def _update_chunk(
-        self, seq: Sequence, chunk: Chunk, row: int, result: StepResult, bad: frozenset[int], outputs: list[SampleOutput]
+        self, seq: Sequence, chunk: Chunk, row: int, result: StepResult, bad: dict[int, str], outputs: list[SampleOutput]
     ) -> bool:
         """Take in an entry that is not a plain decode. Returns whether some sequence ended."""
         request = seq.request
         if seq.end is not None:
             return False
-        if bad and not bad.isdisjoint(range(row, row + chunk.num_rows)):
-            # Siblings not begun would compute the same numbers: they end here too.
+        first_draw = row + chunk.num_forced
+        fault: str | Exception | None = next((bad[r] for r in range(row, first_draw) if r in bad), None) if bad else None
+        if fault is None:
+            try:
+                self._take_chunk(seq, chunk, row, result, outputs)
+            except Exception as error:
+                fault = error
+        if fault is not None:
+            # What a chunk computes is common to all samples: those not begun would meet the same.
             for broken in (seq, *chunk.children):
-                self._fail(broken, outputs)
-            self._close_pending(request, Ending("error", error=NONFINITE), outputs)
+                self._fail(broken, fault, outputs)
+            self._close_pending(request, Ending("error", error=seq.end.error if seq.end else None), outputs)
             return True
+        if chunk.draws:
+            drawers = (seq, *chunk.children)
+            for row, drawer in enumerate(drawers, first_draw):
+                drawer.decoding = True
+                if row in bad:
+                    self._fail(drawer, bad[row], outputs)
+                    continue
+                try:
+                    self._draw(drawer, row, result, outputs)
+                except Exception as error:
+                    self._fail(drawer, error, outputs)
+            return any(drawer.end is not None for drawer in drawers)
+        if request.given_end is not None and seq.num_computed == seq.num_to_feed:
+            self._close_pending(request, request.given_end, outputs, like=seq)
+            self._finish(seq, request.given_end, outputs)
+            return True
+        return False
+
+    def _take_chunk(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult, outputs: list[SampleOutput]) -> None:
+        """What a chunk computed for all samples of its request."""
+        request = seq.request
         seq.num_computed += chunk.count
         self._register(seq)
         self._score(seq, chunk, row, result)
-        row += chunk.num_forced
         if chunk.draws:
             if request.shared_columns is None and request.given and request.spec.params.n > 1:
                 request.shared_columns = seq.columns.copy()
             for child in chunk.children:
                 child.columns = seq.columns.copy()
-            for drawer in (seq, *chunk.children):
-                drawer.decoding = True
-                self._draw(drawer, row, result, outputs)
-                row += 1
-            return any(drawer.end is not None for drawer in (seq, *chunk.children))
-        if request.given_end is not None and seq.num_computed == seq.num_to_feed:
-            self._close_pending(request, request.given_end, outputs, like=seq)
-            self._finish(seq, request.given_end, outputs)
-            return True
-        if seq.stream and seq.emitted < len(seq.columns.logprobs):
+        elif seq.stream and seq.emitted < len(seq.columns.logprobs) and (request.given_end is None or seq.num_computed < seq.num_to_feed):
             self._emit_delta(seq, outputs)
-        return False
 
     def _score(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult) -> None:
         """Values of prompt and given tokens, from forced rows."""
@@ -214,11 +243,14 @@ class Scheduler(Planner):
                 blocks.register(seq.blocks[i], seq.digests[i])
             seq.num_registered = full
 
-    def _fail(self, seq: Sequence, outputs: list[SampleOutput]) -> None:
-        """End a sequence whose numbers are broken; what it computed is not to be found by others."""
-        self.counters["nonfinite"] += 1
-        self.blocks.forget(seq.blocks)
-        self._finish(seq, Ending("error", error=NONFINITE), outputs)
+    def _fail(self, seq: Sequence, fault: str | Exception, outputs: list[SampleOutput]) -> None:
+        """End one sequence with an error. Broken numbers that it computed are not to be found by others."""
+        if fault == NONFINITE:
+            self.blocks.forget(seq.blocks)
+        if isinstance(fault, Exception):
+            log.error("request %r, sample %d failed", seq.request.id, seq.index, exc_info=fault)
+            fault = describe(fault)
+        self._finish(seq, Ending("error", error=fault), outputs)
 
     def _finish(self, seq: Sequence, end: Ending, outputs: list[SampleOutput]) -> None:
         self._leave(seq)
@@ -227,9 +259,18 @@ class Scheduler(Planner):
 
     def _close(self, seq: Sequence, end: Ending, outputs: list[SampleOutput]) -> None:
         """The one place where a sample gets its final output."""
-        seq.end = end
-        outputs.append(sample_output(seq))
         request = seq.request
+        seq.end = end
+        if end.reason == "error":
+            seq.trim()
+            self.counters["nonfinite" if end.error == NONFINITE else "faults"] += 1
+        try:
+            output = sample_output(seq)
+        except Exception as error:
+            log.error("request %r, sample %d: no output", request.id, seq.index, exc_info=error)
+            self.counters["faults"] += end.reason != "error"
+            output = bare_output(request.id, request.spec.first_sample + seq.index, request.seed, end.error or describe(error))
+        outputs.append(output)
         del request.sequences[seq.index]
         request.live -= 1
         if request.live == 0:
@@ -238,10 +279,13 @@ class Scheduler(Planner):
     def _close_pending(self, request: Request, end: Ending, outputs: list[SampleOutput], like: Sequence | None = None) -> None:
         """End the samples that have not begun, with the values of `like` if given."""
         while request.pending:
-            seq = request.next_sequence()
+            seq, own_end = request.next_sequence(), end
             if like is not None:
-                seq.start()
-                seq.columns = like.columns.copy()
-                seq.cached_tokens = like.cached_tokens
+                try:
+                    seq.start()
+                    seq.columns = like.columns.copy()
+                    seq.cached_tokens = like.cached_tokens
+                except Exception as error:
+                    own_end = Ending("error", error=describe(error))
             self.num_waiting -= 1
-            self._close(seq, end, outputs)
+            self._close(seq, own_end, outputs)

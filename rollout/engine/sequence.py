@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import Protocol
 
-from ..errors import BadRequest, PromptTooLong
+from ..errors import BadRequest, PromptTooLong, RollsyncError, describe
 from .runner_info import RunnerInfo
 from .types import RolloutRequest, SlotInit
 
@@ -134,7 +134,14 @@ class Request:
         """samples begun and not ended, by index"""
         self.shared_columns: Columns | None = None
         """values of the given tokens, once the first sample has them"""
-        self.given, self.given_end = self._cut_given(spec.continue_from or spec.forced_token_ids)
+        self.given: tuple[int, ...]
+        self.given_end: Ending | None
+        try:
+            self.given, self.given_end = self._cut_given(spec.continue_from or spec.forced_token_ids)
+        except RollsyncError:
+            raise
+        except Exception as error:  # a stop matcher's fault: the request is over before it begins
+            self.given, self.given_end, self.prompt_logprobs = (), Ending("error", error=describe(error)), None
 
     def _cut_given(self, given: tuple[int, ...]) -> tuple[tuple[int, ...], Ending | None]:
         """Given tokens end a sample just as sampled ones would: where, and how."""
@@ -269,6 +276,20 @@ class Sequence:
             if self.request.shared_columns is not None:
                 self.columns = self.request.shared_columns.copy()
 
+    def trim(self) -> None:
+        """Cut the columns to the tokens that have all their values: what a fault amid a token's leaves."""
+        columns, request = self.columns, self.request
+        lists = [columns.logprobs]
+        if request.wants_temperature:
+            lists.append(columns.temperature)
+        if request.wants_model:
+            lists.append(columns.model)
+        if request.wants_entropy:
+            lists.append(columns.entropy)
+        whole = min(max(0, len(self.tokens) - len(request.prompt)), *map(len, lists))
+        for column in lists:
+            del column[whole:]
+
     @property
     def next_row(self) -> int:
         """Index of the first token still without the values it needs; what comes before may come from the prefix cache."""
@@ -283,10 +304,10 @@ class Sequence:
         """Tokens of the sequence a row must be read behind: all, or all but the last if nothing is to be sampled after it."""
         return len(self.tokens) - (self.request.given_end is not None)
 
-    def slot_init(self) -> SlotInit:
+    def slot_init(self, slot: int) -> SlotInit:
         request, params = self.request, self.request.spec.params
         return SlotInit(
-            slot=self.slot,
+            slot=slot,
             seed=request.seed,
             sample_index=request.spec.first_sample + self.index,
             temperature=params.temperature,

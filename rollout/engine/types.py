@@ -305,3 +305,5 @@ class StepResult:
     entropy: list[float]
     nonfinite: list[int] = field(default_factory=list)
     """indices of rows whose logits held NaN or +inf; their other values mean nothing"""
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """(row, words) of rows that could not be sampled for a reason of their own; their other values mean nothing"""

@@ -95,6 +95,8 @@ class FakeRunner:
     weights: int = 0
     nonfinite: Callable[[list[int]], bool] = lambda prefix: False
     """whether logits behind a prefix are broken"""
+    faults: Callable[[list[int], SlotInit], str | None] = lambda prefix, init: None
+    """the words of a fault of a row, given what it reads and its slot"""
     max_rows: int = 256 + 4096
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
@@ -162,7 +164,7 @@ class FakeRunner:
                 assert mine.isdisjoint(theirs), f"slot {slot} writes a block that slot {other} reads"
 
     def _rows(self, plan: StepPlan) -> StepResult:
-        rows, bad = [], []
+        rows, bad, faults = [], [], []
         assert len(plan.row_entry) == len(plan.row_offset) == len(plan.row_slot) == len(plan.row_forced)
         assert sum(f >= 0 for f in plan.row_forced) <= 256
         for r, (entry, offset, slot, forced) in enumerate(
@@ -173,6 +175,8 @@ class FakeRunner:
             rows.append(read_row(prefix, self.inits[slot], forced, self.weights))
             if self.nonfinite(prefix):
                 bad.append(r)
+            if (words := self.faults(prefix, self.inits[slot])) is not None:
+                faults.append((r, words))
         return StepResult(
             step=plan.step,
             version=self.version,
@@ -184,6 +188,7 @@ class FakeRunner:
             ],
             entropy=[row.entropy if self.inits[s].want_entropy else math.nan for row, s in zip(rows, plan.row_slot, strict=True)],
             nonfinite=bad,
+            faults=faults,
         )
 
 

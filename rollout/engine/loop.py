@@ -1,0 +1,243 @@
+"""The thread that owns an engine. ONE queue brings it requests and commands, drained between steps.
+
+`AsyncEngine` (async_engine.py) puts asyncio on top of it for users in the same process; the engine process (process.py) puts
+sockets on top of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import BadRequest, RollsyncError, describe
+from .outputs import bare_output
+from .types import RolloutRequest, SampleOutput
+
+STATS_PERIOD_S = 0.25
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine (`engine.Engine`, or a stand-in in tests)."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add_request(self, request: RolloutRequest) -> Any: ...
+    def abort(
+        self,
+        request_id: str | None = None,
+        *,
+        group: str | None = None,
+        session: str | None = None,
+        all: bool = False,
+        reason: str = ...,
+    ) -> list[SampleOutput]: ...
+    def step(self) -> list[SampleOutput]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """Where the loop reports to. Called on the loop's thread; must not block. What it raises ends at most the request it was about."""
+
+    def ready(self, engine: Any) -> None: ...
+    def failed(self, error: BaseException) -> None:
+        """The engine could not be built."""
+
+    def outputs(self, outputs: list[SampleOutput]) -> None:
+        """Take all of them, or raise and take none."""
+
+    def rejected(self, request_id: str, error: RollsyncError) -> None: ...
+    def stats(self, stats: dict[str, Any]) -> None: ...
+    def dead(self, words: str) -> None:
+        """A step raised; every waiter has lost its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What the loop does, since when; readable from any thread."""
+
+    phase: str
+    """load, idle, step, command, dead or closed"""
+    since: float
+    """time.monotonic() at which the phase began"""
+    steps: int
+
+
+Reply = Callable[[Any], None]
+"""called with the verb's value, or with the exception it raised"""
+
+
+def deliver(engine: EngineLike, sink: Sink, outputs: list[SampleOutput]) -> None:
+    """Hand outputs to the sink. One that it cannot take ends its request with an error; the others go their way."""
+    try:
+        sink.outputs(outputs)
+        return
+    except Exception:  # whose it was shows one by one
+        pass
+    ended: set[str] = set()
+    for output in outputs:
+        if output.request_id in ended and not output.finished:
+            continue
+        try:
+            sink.outputs([output])
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            lost = [output] if output.finished else engine.abort(output.request_id, reason="an output could not be sent")
+            ended.update(o.request_id for o in lost)
+            for o in lost:
+                _report(sink.outputs, [bare_output(o.request_id, o.sample_index, o.seed, describe(error))])
+
+
+def _report(call: Callable[..., None], *args: Any) -> bool:
+    """Call a sink's or a caller's function; what it raises is printed, and ends nobody's requests."""
+    try:
+        call(*args)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        return False
+    return True
+
+
+def _abort(engine: EngineLike, sink: Sink, args: dict[str, Any]) -> dict[str, Any]:
+    ids = args.pop("request_ids", None)
+    if ids is None:
+        outputs = engine.abort(**args)
+    else:
+        outputs = [o for i in ids for o in engine.abort(request_id=i, **args)]
+    if outputs:
+        deliver(engine, sink, outputs)
+    return {"samples": len(outputs), "request_ids": sorted({o.request_id for o in outputs})}
+
+
+def _status(engine: EngineLike, sink: Sink, args: dict[str, Any]) -> dict[str, Any]:
+    return engine.stats()
+
+
+VERBS: dict[str, Callable[[EngineLike, Sink, dict[str, Any]], Any]] = {"abort": _abort, "status": _status}
+"""the commands; each runs between two steps on the thread that owns the engine"""
+
+
+class EngineLoop:
+    """The thread that owns the engine. It builds it, steps it while there is work, and closes it."""
+
+    def __init__(self, build: Callable[[], EngineLike], sink: Sink) -> None:
+        self._build, self._sink = build, sink
+        self._queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._closing = False
+        self._steps = 0
+        self._stats_at = 0.0
+        self.heartbeat = Heartbeat("load", time.monotonic(), 0)
+        self._thread = threading.Thread(target=self._main, name="rollsync-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: RolloutRequest) -> None:
+        """Queue a request. A refusal comes back through `sink.rejected`."""
+        self._queue.put(("request", request))
+
+    def command(self, verb: str, args: dict[str, Any], reply: Reply) -> None:
+        """Queue a command; `reply` is called on the loop's thread."""
+        self._queue.put(("command", verb, args, reply))
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """End after the step in progress. False if the thread did not end in time."""
+        self._closing = True
+        self._queue.put(("wake",))
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _beat(self, phase: str) -> None:
+        self.heartbeat = Heartbeat(phase, time.monotonic(), self._steps)
+
+    def _main(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:  # thread edge: reported to the sink
+            self._beat("dead")
+            self._sink.failed(error)
+            return
+        self._sink.ready(engine)
+        self._publish(engine, force=True)
+        try:
+            self._spin(engine)
+            self._beat("closed")
+        except BaseException:  # thread edge: reported to the sink
+            self._beat("dead")
+            self._sink.dead(traceback.format_exc())
+        finally:
+            with contextlib.suppress(Exception):
+                engine.close()
+
+    def _spin(self, engine: EngineLike) -> None:
+        while True:
+            self._drain(engine)
+            if self._closing:
+                return
+            if engine.has_work:
+                self._beat("step")
+                outputs = engine.step()
+                self._steps += 1
+                if outputs:
+                    deliver(engine, self._sink, outputs)
+                self._publish(engine, force=not engine.has_work)
+
+    def _drain(self, engine: EngineLike) -> None:
+        """Take in what has come; with nothing to do, sleep until something does."""
+        block = not engine.has_work and not self._closing
+        if block:
+            self._beat("idle")
+        changed = False
+        while True:
+            try:
+                item = self._queue.get(block=block)
+            except queue.Empty:
+                break
+            block = False
+            changed = self._handle(engine, item) or changed
+        if changed:
+            self._publish(engine, force=not engine.has_work)
+
+    def _handle(self, engine: EngineLike, item: tuple[Any, ...]) -> bool:
+        """Take one request or run one command. True if the engine's numbers may have changed."""
+        if item[0] == "request":
+            try:
+                engine.add_request(item[1])
+            except RollsyncError as error:
+                _report(self._sink.rejected, item[1].request_id, error)
+            except Exception as error:  # one request's fault must not end the others'
+                traceback.print_exc(file=sys.stderr)
+                _report(self._sink.rejected, item[1].request_id, RollsyncError(describe(error)))
+            return True
+        if item[0] != "command":
+            return False
+        _, verb, args, reply = item
+        self._beat("command")
+        try:
+            if verb not in VERBS:
+                raise BadRequest(f"command must be one of {', '.join(VERBS)}, got {verb!r}", field="verb")
+            value: Any = VERBS[verb](engine, self._sink, dict(args))
+        except RollsyncError as error:
+            value = error
+        except TypeError as error:  # arguments the verb does not take
+            traceback.print_exc(file=sys.stderr)
+            value = BadRequest(f"{verb}: {error}", field=verb)
+        except Exception as error:  # one command's fault must not end the others' requests
+            traceback.print_exc(file=sys.stderr)
+            value = RollsyncError(describe(error))
+        if not _report(reply, value):
+            _report(reply, RollsyncError(f"{verb}: its answer could not be sent"))
+        return bool(verb != "status")
+
+    def _publish(self, engine: EngineLike, force: bool) -> None:
+        now = time.monotonic()
+        if force or now - self._stats_at >= STATS_PERIOD_S:
+            self._stats_at = now
+            _report(lambda: self._sink.stats(engine.stats()))
