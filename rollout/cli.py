@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
@@ -57,7 +58,12 @@ def _package_version() -> str:
     return __version__
 
 
+def _exit_on(signum: int, frame: Any) -> None:
+    sys.exit(128 + signum)
+
+
 def _serve(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, _exit_on)  # until the launcher, which takes a while to import, has its own
     config = _config(args)
     from .server.launcher import ServeOptions, serve
 
@@ -155,7 +161,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, 1 (failed), 2 (usage or configuration), 130 (Ctrl-C)."""
+    """Run the command line and return the exit status: 0, 1 (failed), 2 (usage or configuration), 128 + the signal that ended it."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["selftest"]:
         args = argparse.Namespace(run=_selftest, rest=argv[1:])

@@ -93,6 +93,27 @@ class BodyTooLarge(RollsyncError):
     code = "body_too_large"
 
 
+class BodyTooSlow(RollsyncError):
+    """The body came too slowly; the message names the pace that is asked for."""
+
+    status = 408
+    code = "body_too_slow"
+
+
+class Unauthorized(RollsyncError):
+    """The route needs a key or the control token, which was not sent or is another."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(RollsyncError):
+    """Host or Origin is not this machine: the call may come from a web page."""
+
+    status = 403
+    code = "forbidden"
+
+
 class ServerUnreachable(RollsyncError):
     """No answer from the server, or the connection broke; the message says from which address and how."""
 

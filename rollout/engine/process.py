@@ -1,7 +1,10 @@
-"""The engine as a child process: `python -m rollsync.rollout.engine.process INBOX OUTBOX PARENT_PID [FACTORY]`.
+"""The engine as a child process: `python -m rollsync.rollout.engine.process FOLDER PARENT_PID [FACTORY]`.
 
-The configuration comes as JSON on stdin. Messages are msgpack lists over pyzmq, requests and commands in by INBOX, all
-else out by OUTBOX; nothing is pickled. The process ends with its parent, whatever happens to that.
+The configuration comes as JSON on stdin. Messages are msgpack lists over pyzmq, requests and commands in by the socket FOLDER/in,
+all else out by FOLDER/out; nothing is pickled. The process ends with its parent, whatever happens to that.
+
+The folder is only there until both sides are connected. The front starts this process before it makes the folder, so that at any
+moment one of them lives that removes it if the other is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ctypes
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,6 +33,7 @@ from .loop import EngineLike, EngineLoop
 from .types import RolloutRequest, SampleOutput
 
 BEAT_PERIOD_S = 0.25
+CONNECT_TIMEOUT_S = 30.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -104,19 +109,24 @@ class Outbox:
         self.ended.set()
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL this process when its parent ends: by the kernel where it can, and by a watching thread everywhere."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent_pid: int, folder: str) -> None:
+    """End this process, and remove `folder`, when its parent ends: seen by a watching thread."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:
-            time.sleep(0.5)
+            time.sleep(0.1 if os.path.exists(folder) else 0.5)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
+    threading.Thread(target=watch, name="rollsync-parent-watch", daemon=True).start()
+
+
+def killed_with_parent(parent_pid: int) -> None:
+    """Let the kernel end this process with its parent, where it can: a thread may not get to run in time."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
-    threading.Thread(target=watch, name="rollsync-parent-watch", daemon=True).start()
 
 
 def memory_bytes() -> dict[str, int]:
@@ -196,6 +206,14 @@ def _factory(path: str | None) -> Callable[[EngineConfig, Callable[[str, float],
     return found
 
 
+def start_loop(settings: str, factory_path: str | None, outbox: Outbox) -> EngineLoop:
+    config, factory = EngineConfig.from_flat(json.loads(settings)), _factory(factory_path)
+    loop = EngineLoop(lambda: factory(config, lambda phase, done: outbox.send("progress", phase, done)), outbox)
+    start_heartbeat(loop, outbox)
+    loop.start()
+    return loop
+
+
 class _Terminated(BaseException):
     """SIGTERM, raised on the main thread."""
 
@@ -204,36 +222,49 @@ def _on_sigterm(signum: int, frame: Any) -> None:
     raise _Terminated
 
 
+def connect(folder: str, context: zmq.Context[Any]) -> tuple[zmq.Socket[Any], Outbox]:
+    """Both sockets, connected; then their names are removed."""
+    inbox = context.socket(zmq.PULL)
+    inbox.set_hwm(0)
+    inbox.connect(f"ipc://{folder}/in")
+    outbox = Outbox(context, f"ipc://{folder}/out")
+    outbox.send("hello")
+    if not inbox.poll(int(CONNECT_TIMEOUT_S * 1000)):
+        raise TimeoutError(f"the front did not answer within {CONNECT_TIMEOUT_S:g} s of this process's start")
+    welcome = msgpack.unpackb(inbox.recv())
+    assert welcome == ["welcome"], welcome
+    shutil.rmtree(folder, ignore_errors=True)
+    return inbox, outbox
+
+
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides what Ctrl-C means
     signal.signal(signal.SIGTERM, _on_sigterm)
-    inbox_at, outbox_at, parent_pid = argv[0], argv[1], int(argv[2])
-    die_with_parent(parent_pid)
+    folder, parent_pid = argv[0], int(argv[1])
     context: zmq.Context[Any] = zmq.Context()
-    outbox = Outbox(context, outbox_at)
-    code, loop = 0, None
+    code, loop, outbox = 0, None, None
     try:
-        config = EngineConfig.from_flat(json.load(sys.stdin))
-        inbox = context.socket(zmq.PULL)
-        inbox.set_hwm(0)
-        inbox.connect(inbox_at)
-        factory = _factory(argv[3] if len(argv) > 3 else None)
-        loop = EngineLoop(lambda: factory(config, lambda phase, done: outbox.send("progress", phase, done)), outbox)
-        start_heartbeat(loop, outbox)
-        loop.start()
+        settings = sys.stdin.read()
+        die_with_parent(parent_pid, folder)
+        if not settings:  # the front was killed before it could tell
+            shutil.rmtree(folder, ignore_errors=True)
+            return 1
+        inbox, outbox = connect(folder, context)
+        killed_with_parent(parent_pid)
+        loop = start_loop(settings, argv[2] if len(argv) > 2 else None, outbox)
         serve_messages(loop, outbox, inbox)
     except _Terminated:
         code = 128 + signal.SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    loading = loop is None or loop.heartbeat.phase == "load"
-    if loop is not None and not loading:
+    if loop is not None and loop.heartbeat.phase != "load":
         loop.close(timeout_s=2.0)
-    outbox.ended.set()
-    outbox.close()
+    if outbox is not None:
+        outbox.ended.set()
+        outbox.close()
     context.destroy(linger=500)
     sys.stderr.flush()
-    os._exit(code or outbox.exit_code)  # a load or a step that cannot be interrupted must not hold the exit
+    os._exit(code or (outbox.exit_code if outbox else 0))  # a load or a step that cannot be interrupted must not hold the exit
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -27,7 +28,7 @@ import zmq.asyncio
 from ..engine.config import EngineConfig
 from ..engine.process import flatten
 from ..engine.types import RolloutRequest
-from ..errors import EngineDead, RollsyncError
+from ..errors import ConfigError, EngineDead, RollsyncError
 from ..metrics import FrontCounters
 from ..wire import error_from_wire
 
@@ -107,7 +108,7 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
         self._folder: str | None = None
-        names = ("progress", "ready", "failed", "outputs", "rejected", "reply", "stats", "beat", "dead")
+        names = ("hello", "progress", "ready", "failed", "outputs", "rejected", "reply", "stats", "beat", "dead")
         self._handlers: dict[str, Callable[..., None]] = {name: getattr(self, f"_got_{name}") for name in names}
 
     @property
@@ -127,16 +128,11 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Spawn the child. Returns at once; `ready` waits until it can serve."""
-        self._folder = tempfile.mkdtemp(prefix="rollsync-")  # mode 0700
+        folder = self._folder = os.path.join(tempfile.gettempdir(), f"rollsync-{secrets.token_hex(8)}")
         self._context = zmq.asyncio.Context()
-        inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
         self._to: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._from = self._context.socket(zmq.PULL)
-        for socket, endpoint in ((self._to, inbox), (self._from, outbox)):
-            socket.set_hwm(0)
-            socket.linger = 0
-            socket.bind(endpoint)
-        command = [sys.executable, "-m", "rollsync.rollout.engine.process", inbox, outbox, str(os.getpid())]
+        command = [sys.executable, "-m", "rollsync.rollout.engine.process", folder, str(os.getpid())]
         self._process = await asyncio.create_subprocess_exec(
             *command,
             *([self._factory] if self._factory else []),
@@ -146,6 +142,14 @@ class EngineProcess:
             limit=1 << 20,
             process_group=0,  # a terminal's Ctrl-C reaches the front only
         )
+        try:
+            os.mkdir(folder, 0o700)  # now there is a child that removes it if this process is killed
+            for socket, name in ((self._to, "in"), (self._from, "out")):
+                socket.set_hwm(0)
+                socket.linger = 0
+                socket.bind(f"ipc://{folder}/{name}")
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"cannot make sockets in {folder} (TMPDIR chooses where): {error}") from None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(flatten(self.config)).encode())
         self._process.stdin.close()
@@ -240,6 +244,10 @@ class EngineProcess:
             message = msgpack.unpackb(await self._from.recv())
             self._handlers[message[0]](*message[1:])
 
+    def _got_hello(self) -> None:
+        with contextlib.suppress(EngineDead):
+            self._send("welcome")
+
     def _got_progress(self, phase: str, done: float) -> None:
         self.snapshot.progress = (phase, done)
         if self._on_progress:
@@ -288,9 +296,7 @@ class EngineProcess:
         self.snapshot.stats = stats
 
     def _got_beat(self, phase: str, age_s: float, steps: int, memory: dict[str, int]) -> None:
-        if self._folder is not None:  # both sides are connected: nothing more needs the names, and no kill can leave them behind
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._folder = None  # the child removed it
         now = self.snapshot
         now.phase, now.phase_age_s, now.steps, now.memory, now.beat_at = phase, age_s, steps, memory, time.monotonic()
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ipaddress
-import json
+import re
 from collections import Counter
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import ConfigError
+from ..errors import ConfigError, Forbidden, Overloaded, RollsyncError, Unauthorized
+from .replies import error_reply
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
-"""answered without a key: probes and the version handshake"""
-CONTROL_PATHS = frozenset({"/v1/engine/abort"})
-"""change the engine: need the control token, unless the listener is loopback and none was set"""
+"""answered without a key, and over the connection limit: probes and the version handshake"""
+CONTROL_PREFIXES = ("/v1/engine/", "/v1/weights/")
+"""all below, but READ_PATHS, changes the engine: it needs the control token, unless the listener is loopback and none was set"""
+READ_PATHS = frozenset({"/v1/engine/status"})
+AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+READ_AWAY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,41 +46,67 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, can only mean this machine. No name is looked up."""
+    host = host.strip("[]").removesuffix(".")
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _hostname(netloc: str) -> str:
-    try:
-        return urlsplit(f"//{netloc}").hostname or ""
-    except ValueError:
-        return ""
+def host_of(authority: str) -> str:
+    """The host in "host", "host:port" or "[v6]:port"; "" if it is none of these."""
+    found = AUTHORITY.fullmatch(authority)
+    return (found["v6"] or found["name"]).lower() if found else ""
 
 
-def refusal(access: Access, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-    """(status, message) if the call must not pass, else None."""
+def host_of_origin(origin: str) -> str:
+    """The host in "http://host:port"; "" for anything else, "null" among it."""
+    scheme, _, authority = origin.partition("://")
+    return host_of(authority) if scheme.lower() in ("http", "https") else ""
+
+
+def token_of(authorization: str) -> bytes:
+    """What follows "Bearer"; empty if nothing does."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def is_control(path: str) -> bool:
+    return path.startswith(CONTROL_PREFIXES) and path not in READ_PATHS
+
+
+def check(access: Access, path: str, headers: dict[str, str]) -> None:
+    """Raise Forbidden or Unauthorized if the call must not pass."""
     if access.loopback:
-        host = _hostname(headers.get("host", ""))
-        if not is_loopback(host):
-            return 403, f"Host must name this machine (localhost or a loopback address), got {host!r}"
+        host = headers.get("host", "")
+        if not is_loopback(host_of(host)):
+            raise Forbidden(f"Host must name this machine (localhost or a loopback address), got {host!r}")
         origin = headers.get("origin")
-        if origin is not None and not is_loopback(_hostname(origin.partition("://")[2])):
-            return 403, f"Origin must be this machine, got {origin!r}"
-    given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-    is_control = access.control_token is not None and _equal(given, access.control_token)
-    if path in CONTROL_PATHS and access.control_token is not None:
-        return None if is_control else (401, "this route needs Authorization: Bearer <control token>")
-    if access.api_key is None or path in OPEN_PATHS or is_control or _equal(given, access.api_key):
-        return None
-    return 401, "this route needs Authorization: Bearer <api key>"
+        if origin is not None and not is_loopback(host_of_origin(origin)):
+            raise Forbidden(f"Origin must be this machine, got {origin!r}")
+    token = token_of(headers.get("authorization", ""))
+    controls = access.control_token is not None and _equal(token, access.control_token)
+    if is_control(path) and access.control_token is not None:
+        if not controls:
+            raise Unauthorized("this route needs Authorization: Bearer <control token>")
+    elif not (access.api_key is None or path in OPEN_PATHS or controls or _equal(token, access.api_key)):
+        raise Unauthorized("this route needs Authorization: Bearer <api key>")
 
 
-def _equal(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode(), secret.encode())
+def _equal(token: bytes, secret: str) -> bool:
+    return hmac.compare_digest(token, secret.encode(errors="surrogateescape"))
+
+
+async def read_away(receive: Receive) -> None:
+    """Take a body nobody wants, so that closing does not reset the connection before the answer is read."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(READ_AWAY_S):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 class Guard:
@@ -89,21 +121,22 @@ class Guard:
             return
         path: str = scope["path"]
         route = path if path in self._routes else "other"
+        state = scope.get("state", {})
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._responses[route, message["status"]] += 1
+                if state.get("crowded"):
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        refused = refusal(self._access, path, headers)
-        if refused is None:
+        try:
+            if state.get("over_limit") and path not in OPEN_PATHS:
+                raise Overloaded("all connections that the file limit (ulimit -n) allows are taken: try again, or raise it")
+            check(self._access, path, headers)
+        except RollsyncError as error:
+            await read_away(receive)
+            await error_reply(Request(scope), error)(scope, receive, counted)
+        else:
             await self._app(scope, receive, counted)
-            return
-        status, text = refused
-        body = json.dumps({"error": {"code": "forbidden", "message": text}}).encode()
-        start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if status == 401:
-            start.append((b"www-authenticate", b"Bearer"))
-        await counted({"type": "http.response.start", "status": status, "headers": start})
-        await send({"type": "http.response.body", "body": body})

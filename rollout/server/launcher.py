@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import resource
 import signal
-import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import uvicorn
 
 from ..engine.config import EngineConfig
 from ..errors import ConfigError, RollsyncError
 from .app import DEFAULT_MAX_BODY_BYTES, create_app
+from .connections import Server, bind, connection_limit
 from .engine_client import EngineProcess
 from .guard import Access
 from .text import TextService
-
-BACKLOG = 2048
-KEEP_ALIVE_S = 75
-"""idle connections live longer here than in clients, so that a client never sends into one just closed"""
-SPARE_FILES = 96
-"""descriptors kept for everything that is not a connection; a connection too many gets a plain 503"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +35,8 @@ class ServeOptions:
 
 def secret(value: str | None) -> str | None:
     """`value`, or the first line of the file that "@FILE" names (so that the secret is not in the process list)."""
+    if value == "":
+        raise ConfigError("a key or token must not be empty")
     if value is None or not value.startswith("@"):
         return value
     try:
@@ -57,32 +47,6 @@ def secret(value: str | None) -> str | None:
     if not found:
         raise ConfigError(f"{value[1:]} holds no secret: its first line is empty")
     return found
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. ConfigError says what is wrong with the address or the port."""
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port must be in [0, 65535], got {port}")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use: choose another with --port (0 takes a free one)") from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    sock.setblocking(False)
-    return sock
-
-
-def raise_file_limit() -> int:
-    """Every connection is a descriptor: take as many as the system lets us. Returns how many connections that allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
-    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
 
 
 def _size(num_bytes: float) -> str:
@@ -123,14 +87,6 @@ class StartupProgress:
             sys.stderr.flush()
 
 
-class _Server(uvicorn.Server):
-    """Signals are the launcher's business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Launcher:
     """One server from start to end."""
 
@@ -144,18 +100,7 @@ class Launcher:
         self._progress = StartupProgress()
         self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._progress.show)
         app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes)
-        http = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            limit_concurrency=raise_file_limit(),
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=3,
-            backlog=BACKLOG,
-        )
-        self._server = _Server(http)
+        self._server = Server(app, self._socket, connection_limit())
         self._signal: int | None = None
         self._wake = asyncio.Event()
 
@@ -166,11 +111,14 @@ class Launcher:
         self._wake.set()
 
     async def run(self) -> int:
-        """Serve until a signal. The exit status: 130 after SIGINT, 143 after SIGTERM, 1 if the engine could not start."""
+        """Serve until a signal. The exit status: 128 + the signal (SIGINT, SIGTERM, SIGHUP), 1 if the engine could not start."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        signums = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            signums.append(signal.SIGHUP)
+        for signum in signums:
             loop.add_signal_handler(signum, self._on_signal, signum)
-        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        serving = asyncio.create_task(self._server.serve())
         stopped = asyncio.create_task(self._wake.wait())
         try:
             code = await self._until_stopped(serving, stopped)

@@ -13,10 +13,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BodyTooLarge, RollsyncError
+from ..errors import BodyTooLarge, BodyTooSlow, RollsyncError
 from ..wire import MSGPACK, error_to_wire, jsonable
 
 T = TypeVar("T")
+BODY_GRACE_S = 60.0
+BODY_BYTES_PER_S = 16 << 10
+"""a body that is not whole BODY_GRACE_S, and a second per so many bytes, after its headers is refused"""
 
 
 class ClientGone(Exception):
@@ -49,25 +52,30 @@ def reply(request: Request, value: Any, status: int = 200, headers: dict[str, st
 def error_reply(request: Request, error: BaseException) -> Response:
     """{"error": {"code", "message", "field"?}} with the status of the error's class."""
     status = error.status if isinstance(error, RollsyncError) else 500
-    headers = {"Retry-After": "1"} if status == 503 else None
+    headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}.get(status)
     return reply(request, {"error": error_to_wire(error)}, status, headers)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body, or BodyTooLarge as soon as it exceeds the limit."""
+    """The whole body, or BodyTooLarge as soon as it exceeds the limit, or BodyTooSlow once it falls behind."""
     declared = request.headers.get("content-length", "")
     chunks: list[bytes] = []
     size = int(declared) if declared.isdigit() else 0
     if size <= limit_bytes:
-        size = 0
+        size, begun_at = 0, asyncio.get_running_loop().time()
         try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit_bytes:
-                    break
-                chunks.append(chunk)
+            async with asyncio.timeout(BODY_GRACE_S) as deadline:
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > limit_bytes:
+                        break
+                    chunks.append(chunk)
+                    deadline.reschedule(begun_at + BODY_GRACE_S + size / BODY_BYTES_PER_S)
         except ClientDisconnect:
             raise ClientGone from None
+        except TimeoutError:
+            pace = f"{BODY_GRACE_S:g} s and one more for every {BODY_BYTES_PER_S} bytes"
+            raise BodyTooSlow(f"a body may take {pace}; {size} bytes had come by then") from None
     if size > limit_bytes:
         raise BodyTooLarge(f"the body must be at most {limit_bytes} bytes (--max-body-bytes), got at least {size}")
     return b"".join(chunks)

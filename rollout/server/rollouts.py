@@ -7,6 +7,7 @@ abort, deadline) ends its engine requests too.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -68,6 +69,8 @@ class Ticket:
 
     def __init__(self, service: RolloutService, call: RolloutCall, call_id: str) -> None:
         self.call, self.id = call, call_id
+        self.key = f"{call_id}#{service.next_number()}"
+        """names this call to the engine: what still comes for an earlier call of the same id must not be taken for this one's"""
         self.prompt_ids: list[tuple[int, ...] | None] = [None] * len(call.prompts)
         self.aborted: str | None = None
         self._service, self._engine = service, service.engine
@@ -121,7 +124,7 @@ class Ticket:
         for name, given in (("token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", prompt.forced_token_ids)):
             check_vocabulary(f"prompts[{i}].{name}", given, vocabulary)
         key = (ids, prompt.params.seed)
-        request_id = f"{self.id}/{i}"
+        request_id = f"{self.key}/{i}"
         request = RolloutRequest(
             request_id=request_id,
             prompt_token_ids=ids,
@@ -175,7 +178,7 @@ class Ticket:
             i, item, sent = await self._mailbox.get()
             if isinstance(item, RollsyncError):
                 total -= left[i]
-                self._open.pop(f"{self.id}/{i}", None)
+                self._open.pop(f"{self.key}/{i}", None)
                 yield i, name_prompt(item, i)
                 continue
             key = (i, item["sample_index"])
@@ -236,6 +239,7 @@ class RolloutService:
     def __init__(self, engine: EngineProcess, text: TextService) -> None:
         self.engine, self.text = engine, text
         self.in_flight: dict[str, Ticket] = {}
+        self.next_number = itertools.count().__next__
 
     @property
     def model(self) -> str:

@@ -1,0 +1,249 @@
+"""The listener: takes connections within the file limit, and lets go of those whose peer keeps it waiting.
+
+A connection is a descriptor. With all of them taken, further callers get a plain 503 over a few that are kept for that; with
+these taken too, callers wait in the kernel's backlog for the moment that takes. So accept never runs into the limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import ConfigError
+
+BACKLOG = 2048
+"""connections the kernel holds until they are accepted"""
+ACCEPTS_PER_TURN = 64
+"""then the loop looks after the others"""
+SPARE_FILES = 96
+"""descriptors kept for everything that is not a served connection, REFUSALS included"""
+REFUSALS = 32
+"""connections over the limit that are told so at one time"""
+MOST_CONNECTIONS = 65536
+LEAST_CONNECTIONS = 16
+KEEP_ALIVE_S = 75
+"""from a reply's end, or from connecting, to the end of the next request's headers; longer than clients keep idle connections, so that
+none sends into one just closed"""
+REFUSAL_S = 2.0
+"""the same for a connection over the limit"""
+STALLED_READER_S = 3600.0
+"""a peer that takes nothing of what waits for it for this long is dropped; a trainer may read its stream between two long steps"""
+MAX_PIPELINED_BYTES = 1 << 16
+"""read ahead of a reply in progress, so that a peer's end is noticed although it has sent more"""
+PROBE_IDLE_S, PROBE_EVERY_S, PROBES = 60, 15, 4
+"""TCP keep-alive: a machine that vanished is noticed after two minutes"""
+
+
+def connection_limit() -> int:
+    """Raise the file limit as far as the system lets us. Returns how many connections it allows; ConfigError if next to none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + SPARE_FILES
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)), hard))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < SPARE_FILES + LEAST_CONNECTIONS:
+        raise ConfigError(f"the file limit (ulimit -n) must be at least {SPARE_FILES + LEAST_CONNECTIONS}, got {files}")
+    return min(files - SPARE_FILES, MOST_CONNECTIONS)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. ConfigError says what is wrong with the address or the port."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port must be in [0, 65535], got {port}")
+    sock = None
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted sockets inherit these
+        for name, value in (("TCP_KEEPIDLE", PROBE_IDLE_S), ("TCP_KEEPINTVL", PROBE_EVERY_S), ("TCP_KEEPCNT", PROBES)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use: choose another with --port (0 takes a free one)") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    sock.setblocking(False)
+    return sock
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection that knows since when it waits for its peer."""
+
+    def __init__(self, listener: Listener, over_limit: bool, **uvicorn_args: Any) -> None:
+        super().__init__(**uvicorn_args)
+        self._listener, self._over_limit = listener, over_limit
+        self._waits_for_request_since: float | None = self.loop.time()
+        self._waits_for_reader_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._listener.made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._listener.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.app_state = {"over_limit": self._over_limit, "crowded": self._listener.crowded}
+        super().data_received(data)
+        if self._replying:
+            self._waits_for_request_since = None
+            if self.flow.read_paused and not self.cycle.more_body and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
+                self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        self._waits_for_request_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        self._waits_for_reader_since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._waits_for_reader_since = None
+        super().resume_writing()
+
+    @property
+    def _replying(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def drop_if_kept_waiting(self, now: float) -> None:
+        """Close without a word if the peer is too late with its request, or with taking its reply."""
+        if self.transport.is_closing():  # closes when the peer has taken the rest
+            self._waits_for_reader_since = self._waits_for_reader_since or now
+        request_s = REFUSAL_S if self._over_limit else KEEP_ALIVE_S
+        late = self._waits_for_request_since is not None and now - self._waits_for_request_since > request_s
+        stalled = self._waits_for_reader_since is not None and now - self._waits_for_reader_since > STALLED_READER_S
+        if stalled or (late and not self.transport.is_closing()):
+            self.transport.abort()
+
+
+class Listener:
+    """Accepts on one socket for one uvicorn server."""
+
+    def __init__(self, sock: socket.socket, config: uvicorn.Config, state: uvicorn.server.ServerState, limit: int) -> None:
+        self._socket, self._config, self._state, self._limit = sock, config, state, limit
+        self._loop = asyncio.get_running_loop()
+        self._num_taken = 0
+        self._open: set[Connection] = set()
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._listening = self._closed = False
+        self._sweeper = self._loop.create_task(self._sweep())
+        self._listen()
+
+    @property
+    def crowded(self) -> bool:
+        """Replies end their connection, so that idle ones cannot hold all places."""
+        return self._num_taken > self._limit * 3 // 4
+
+    def close(self) -> None:
+        """Take no more connections; those there are live on."""
+        self._closed = True
+        self._pause()
+        self._sweeper.cancel()
+
+    def made(self, connection: Connection) -> None:
+        self._open.add(connection)
+
+    def lost(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self._num_taken -= 1
+        self._listen()
+
+    def _listen(self) -> None:
+        if not self._listening and not self._closed:
+            self._listening = True
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _pause(self) -> None:
+        if self._listening:
+            self._listening = False
+            self._loop.remove_reader(self._socket)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            if self._num_taken >= self._limit + REFUSALS:
+                self._pause()  # until one is lost
+                return
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # the whole machine is short of something: its connections wait
+                print(f"warning: cannot accept connections: {error.strerror}; trying again", file=sys.stderr, flush=True)
+                self._pause()
+                self._loop.call_later(1.0, self._listen)
+                return
+            task = self._loop.create_task(self._greet(sock, over_limit=self._num_taken >= self._limit))
+            self._num_taken += 1
+            self._greetings.add(task)
+            task.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, sock: socket.socket, over_limit: bool) -> None:
+        def connection() -> Connection:
+            return Connection(self, over_limit, config=self._config, server_state=self._state, app_state={}, _loop=self._loop)
+
+        sock.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(connection, sock)
+        except OSError:
+            sock.close()
+            self._num_taken -= 1
+            self._listen()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            now = self._loop.time()
+            for connection in list(self._open):
+                connection.drop_if_kept_waiting(now)
+
+
+class Server(uvicorn.Server):
+    """uvicorn behind our listener. Signals are the launcher's business."""
+
+    def __init__(self, app: Any, sock: socket.socket, limit: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=H11Protocol,
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=3,
+            )
+        )
+        self._socket, self._limit = sock, limit
+        self._listener: Listener | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._listener = Listener(self._socket, self.config, self.server_state, self._limit)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._socket.close()
+        await super().shutdown(sockets=[])
