@@ -58,9 +58,30 @@ class Server:
     def running(self) -> int:
         return int(httpx.get(f"{self.url}/v1/engine/status").json()["stats"]["running"])
 
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
 
-def spawn(*flags: str, model: str = "fake", factory: str | None = FACTORY) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rollsync.rollout.cli", "serve", model, *flags]
+    def memory(self) -> dict[str, int]:
+        """Anonymous MiB of the front and the engine."""
+        memory = httpx.get(f"{self.url}/v1/engine/status").json()["memory_bytes"]
+        return {name: memory[name]["anonymous"] >> 20 for name in ("front", "engine")}
+
+    def holds(self) -> dict[str, int]:
+        """What calls can leave behind: in the front's tables, in the engine, in the operating system."""
+        status = httpx.get(f"{self.url}/v1/engine/status").json()
+        found = {"calls": status["calls_in_flight"], **{k: status["stats"][k] for k in ("running", "waiting", "free_blocks")}}
+        for name, pid in (("front", self.process.pid), ("engine", status["engine_pid"])):
+            found[f"{name} files"] = len(os.listdir(f"/proc/{pid}/fd"))
+        return found
+
+
+def spawn(*flags: str, model: str = "fake", factory: str | None = FACTORY, first: str = "") -> subprocess.Popen[str]:
+    """`rollsync serve`; `first` is Python that its front runs before."""
+    main = "import sys; from rollsync.rollout.cli import main; sys.exit(main(sys.argv[1:]))"
+    how = ["-c", f"{first}\n{main}"] if first else ["-m", "rollsync.rollout.cli"]
+    command = [sys.executable, *how, "serve", model, *flags]
     if "--port" not in flags:
         command += ["--port", "0"]
     if factory:
@@ -69,9 +90,9 @@ def spawn(*flags: str, model: str = "fake", factory: str | None = FACTORY) -> su
 
 
 @contextlib.contextmanager
-def serving(*flags: str, model: str = "fake", factory: str | None = FACTORY) -> Iterator[Server]:
+def serving(*flags: str, **spawning: Any) -> Iterator[Server]:
     """A server that has said its one line."""
-    process = spawn(*flags, model=model, factory=factory)
+    process = spawn(*flags, **spawning)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
