@@ -17,7 +17,9 @@ from typing import Any
 
 from rollsync.rollout.errors import RollsyncError, sent_errors
 from rollsync.rollout.server.app import DEFAULT_MAX_BODY_BYTES, openapi
-from rollsync.rollout.server.guard import CONTROL_PATHS, OPEN_PATHS
+from rollsync.rollout.server.connections import KEEP_ALIVE_S
+from rollsync.rollout.server.guard import CONTROL_PREFIXES, OPEN_PATHS, READ_PATHS
+from rollsync.rollout.server.replies import BODY_BYTES_PER_S, BODY_GRACE_S
 from rollsync.rollout.wire import MSGPACK
 
 FILE = Path(__file__).resolve().parent / "api.md"
@@ -58,12 +60,14 @@ Bodies may send ids that way too (`<i4`, `<i8`, `<u4` or `<u8`), or as plain lis
 ## Keys, tokens, limits
 
 With `--api-key`, every route but {", ".join(f"`{p}`" for p in sorted(OPEN_PATHS))} needs `Authorization: Bearer KEY`. With
-`--control-token` (required if the server listens beyond loopback), these need that token instead, which opens all the others as well:
-{", ".join(f"`{p}`" for p in sorted(CONTROL_PATHS))}. On loopback, Host and Origin must name this machine, so that no web page can reach the
-server.
+`--control-token` (required if the server listens beyond loopback), all below {" and ".join(f"`{p}`" for p in CONTROL_PREFIXES)} but
+{", ".join(f"`{p}`" for p in sorted(READ_PATHS))} needs that token instead, which opens all other routes as well. On loopback, Host and
+Origin must name this machine, so that no web page can reach the server.
 
-A body holds at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB (`--max-body-bytes`). One connection more than the process has files for is
-answered with a plain 503. A caller that hangs up frees its work.
+A body holds at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB (`--max-body-bytes`), and may take {BODY_GRACE_S:g} s and one more for every
+{BODY_BYTES_PER_S >> 10} KiB of it. A connection that sends no complete headers for {KEEP_ALIVE_S} s is closed. With as many connections as
+the process has files for (`ulimit -n`), further calls are answered 503 with Retry-After, but for the routes that need no key. A caller
+that hangs up frees its work.
 """
 
 

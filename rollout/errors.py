@@ -121,13 +121,6 @@ class ServerUnreachable(RollsyncError):
     code = "unreachable"
 
 
-class Forbidden(RollsyncError):
-    """The API key or control token is missing or wrong (then 401), or Host or Origin is not this machine."""
-
-    status = 403
-    code = "forbidden"
-
-
 class NoSuchRoute(RollsyncError):
     """The path is not served, or not with this method (then 405); /openapi.json lists what is."""
 

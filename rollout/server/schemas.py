@@ -101,10 +101,10 @@ def route(
 
     Args:
         tag: the chapter of docs/api.md it stands in.
-        takes: component of the body, if there is one; then 400 and 413 are documented by themselves.
+        takes: component of the body, if there is one; then 400, 408 and 413 are documented by themselves.
         gives: component (or schema) of the reply with status 200.
         events: component of one event of the stream that the body may ask for.
-        errors: further statuses it answers with, each with the body `error`; 401, 403 and 500 are documented everywhere.
+        errors: further statuses it answers with, each with the body `error`; 401, 403, 500 and 503 are documented everywhere.
         also: statuses other than 200 with a reply of their own: component by status.
         kinds: content types of body and reply.
         parameters: OpenAPI parameters; those of the path are found without.
@@ -117,7 +117,7 @@ def route(
     for status, name in (also or {}).items():
         responses[str(status)] = {"description": "", "content": _content(ref(name), kinds)}
     error_kinds = kinds if JSON in kinds else (JSON,)
-    for status in sorted({*errors, *((400, 413) if takes else ()), 401, 403, 500} - set(also or {})):
+    for status in sorted({*errors, *((400, 408, 413) if takes else ()), 401, 403, 500, 503} - set(also or {})):
         responses[str(status)] = {"description": "", "content": _content(ref(error), error_kinds)}
     found: dict[str, Any] = {"tags": [tag], "responses": responses}
     if takes is not None:
