@@ -13,6 +13,8 @@ KINDS = {
     "llama_tied": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen2": ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "padded": ("llama", {"vocab_size": 320}),
+    "padded_tied": ("llama", {"vocab_size": 320, "tie_word_embeddings": True}),
 }
 NAN_TOKEN = 255
 

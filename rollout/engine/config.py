@@ -93,6 +93,8 @@ class EngineConfig:
     """bfloat16 or float32; default: the checkpoint's, float16 read as bfloat16"""
     max_model_len: int | None = None
     """tokens of prompt and output together; default: the model's context, or what the KV pool holds if that is less"""
+    sample_padding: bool = False
+    """let ids be sampled that the tokenizer does not know: rows that pad the embedding to a round size"""
     seed: int | None = None
     """source of the seeds of unseeded requests; default: the system's entropy"""
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -102,6 +104,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file or a hub id, got an empty string")
+        if self.tokenizer == "":
+            raise ConfigError("tokenizer must name a folder, a .gguf file or a hub id, got an empty string")
         if self.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -117,9 +117,11 @@ class ModelRunner:
         if path.suffix == ".gguf" and load_format in ("auto", "gguf"):
             load_format = "safetensors"
             path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
-        model = load_decoder_config(path)
+        tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
+        model = load_decoder_config(path, tokenizer)
         kernels = choose_kernels(config.numerics.kernels)
         fingerprint = check_build(kernels, config.numerics.k_shards)
+        self._vocab_limit = model.vocab_size if config.sample_padding else model.num_token_ids or model.vocab_size
         config = self._resolve(config, model)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         assert config.max_model_len and config.cache.num_blocks and config.numerics.threads
@@ -156,7 +158,7 @@ class ModelRunner:
             num_blocks=layout.num_blocks,
             block_tokens=layout.block_tokens,
             max_model_len=config.max_model_len,
-            vocab_size=model.vocab_size,
+            vocab_size=self._vocab_limit,
             embed_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             dtype=config.dtype or "",
@@ -210,7 +212,7 @@ class ModelRunner:
         if kernels == "reference":
             self.weights, self._kv = ReferenceWeights(specs, layout.dtype), ReferenceKv(layout)
             program = ReferenceProgram(
-                self.weights, self._arrays, self._kv, heads=model.num_heads, rope=rope, vocab_limit=model.vocab_size, k_shards=k_shards
+                self.weights, self._arrays, self._kv, heads=model.num_heads, rope=rope, vocab_limit=self._vocab_limit, k_shards=k_shards
             )
         else:
             library = native_lib.load_build(kernels)
@@ -222,7 +224,7 @@ class ModelRunner:
                 self._kv,
                 heads=model.num_heads,
                 rope=rope,
-                vocab_limit=model.vocab_size,
+                vocab_limit=self._vocab_limit,
                 k_shards=k_shards,
                 threads=config.numerics.threads,
             )

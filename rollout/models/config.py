@@ -1,42 +1,32 @@
-"""What a decoder is, read from `config.json` or a GGUF header, and where a model's files are. Torch-free."""
+"""What a decoder is, read from `config.json` or a GGUF header. Torch-free."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, UnsupportedModel
+from .config_reader import ConfigReader, read_json
+from .hub import resolve_model_path
+from .rope_config import RopeScaling, parse_rope
+from .tokenizer_files import read_eos_token_ids, read_tokenizer_facts
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-ROPE_KINDS = ("default", "linear", "llama3")
+__all__ = ["DecoderConfig", "RopeScaling", "load_decoder_config", "parse_hf_config", "resolve_model_path"]
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
-
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeScaling:
-    """How rotary frequencies are stretched. The names are those of transformers' `rope_parameters`."""
-
-    kind: str = "default"
-    """one of ROPE_KINDS"""
-    factor: float = 1.0
-    """linear and llama3: frequencies are divided by it"""
-    low_freq_factor: float = 1.0
-    """llama3 only, as are the two below"""
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    """context of pretraining, in tokens"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +37,8 @@ class DecoderConfig:
     """"llama", "qwen2", ...: how errors and tables call it; what is computed stands in the fields below"""
     vocab_size: int
     """rows of the embedding; may exceed the tokenizer's vocabulary"""
+    num_token_ids: int = 0
+    """ids the tokenizer knows (its largest + 1), at most vocab_size: the rows beyond are padding; 0: there is no tokenizer"""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -55,7 +47,7 @@ class DecoderConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     tie_word_embeddings: bool = False
     """the output head is the embedding matrix"""
     qkv_bias: bool = False
@@ -67,7 +59,6 @@ class DecoderConfig:
     """context in tokens"""
     eos_token_ids: tuple[int, ...] = ()
     """ids that end a sample: those of config, generation_config and tokenizer together, ascending"""
-    bos_token_id: int | None = None
     dtype: str = "bfloat16"
     """of the checkpoint, one of CHECKPOINT_DTYPES"""
 
@@ -88,235 +79,156 @@ class DecoderConfig:
         return self.num_layers * per_layer + d + self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
 
 
-def load_decoder_config(path: str | os.PathLike[str]) -> DecoderConfig:
+def load_decoder_config(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> DecoderConfig:
     """Read the configuration of a folder holding config.json, or of a .gguf file.
 
+    Args:
+        path: the folder or file.
+        tokenizer: a folder or .gguf file whose tokenizer counts instead of the one in `path`; it must have one.
+
     Raises:
-        ConfigError: there is no such folder or file, or no config.json in it.
+        ConfigError: there is no such folder, file or tokenizer, or one is damaged.
         UnsupportedModel: something in it is not computed here; the message names all of it, and what is.
     """
     path = Path(path)
+    facts = read_tokenizer_facts(Path(tokenizer or path))
+    if tokenizer is not None and facts is None:
+        raise ConfigError(f"the tokenizer {tokenizer} holds no tokenizer.json")
+    eos = facts.eos_token_ids if facts is not None else ()
     if path.suffix == ".gguf":
         from .gguf import GgufFile
 
-        return parse_hf_config(GgufFile(path).hf_config(), where=str(path))
-    file = path / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{path} holds no config.json: give a Hugging Face model folder or a .gguf file")
-    return parse_hf_config(read_json(file), eos_token_ids=read_eos_token_ids(path), where=str(file))
+        parsed, file = parse_hf_config(GgufFile(path).hf_config(), eos_token_ids=eos, where=str(path)), path
+    else:
+        file = path / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"{path} holds no config.json: give a Hugging Face model folder or a .gguf file")
+        parsed = parse_hf_config(read_json(file), eos_token_ids=(*eos, *read_eos_token_ids(path)), where=str(file))
+    if facts is None:
+        return parsed
+    if facts.num_ids > parsed.vocab_size:
+        log.warning("%s: %d rows, but the tokenizer knows %d ids: those beyond are refused", file, parsed.vocab_size, facts.num_ids)
+    return dataclasses.replace(parsed, num_token_ids=min(facts.num_ids, parsed.vocab_size))
 
 
 def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (), where: str = "config.json") -> DecoderConfig:
     """Turn a config.json dict, in the layout of transformers 4 or 5, into a DecoderConfig.
 
-    A missing dtype means float32, as in transformers.
+    A missing dtype means float32, as in transformers. EOS ids beyond the embedding's rows can never be sampled: they are left out
+    with a warning.
 
     Args:
         raw: the parsed file.
         eos_token_ids: ids to add to the file's own.
         where: named in errors.
-    """
-    names = raw.get("architectures") or []
-    name = names[0] if len(names) == 1 else None
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{where}: architecture {', '.join(names) or 'none'} is not supported (supported: {', '.join(ARCHITECTURES)})"
-        )
-    family = ARCHITECTURES[name]
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    scaling, theta, rope_problems = _parse_rope(raw)
-    problems = [f"{key} is missing" for key in _REQUIRED if raw.get(key) is None] + rope_problems + _refused(raw, name)
-    if dtype not in CHECKPOINT_DTYPES:
-        problems.append(f"dtype {dtype} (supported: {', '.join(CHECKPOINT_DTYPES)})")
-    if not problems:
-        problems = _bad_shapes(raw)
-    if problems:
-        raise UnsupportedModel(f"{where}: {'; '.join(problems)}")
-    heads = raw["num_attention_heads"]
-    eos = raw.get("eos_token_id")
-    return DecoderConfig(
-        family=family,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        intermediate_size=raw["intermediate_size"],
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        max_position_embeddings=raw["max_position_embeddings"],
-        eos_token_ids=tuple(sorted({*_as_ids(eos), *eos_token_ids})),
-        bos_token_id=raw.get("bos_token_id"),
-        dtype=dtype,
-    )
-
-
-def _bad_shapes(raw: dict[str, Any]) -> list[str]:
-    """Head counts and sizes that no attention of ours computes."""
-    heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    problems = []
-    if heads % kv_heads:
-        problems.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    if head_dim % 2:
-        problems.append(f"head_dim {head_dim} is odd; rotary embedding takes it in halves")
-    return problems
-
-
-def _parse_rope(raw: dict[str, Any]) -> tuple[RopeScaling, float, list[str]]:
-    """(scaling, theta, problems) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if any(isinstance(value, dict) for value in rope.values()):
-        return RopeScaling(), theta, ["rope parameters by layer type (supported: one set for all layers)"]
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    problems = [f"partial_rotary_factor {partial} (supported: 1.0)"] if partial not in (None, 1, 1.0) else []
-    if kind not in ROPE_KINDS:
-        return RopeScaling(), theta, [*problems, f"rope type {kind!r} (supported: {', '.join(ROPE_KINDS)})"]
-    if kind == "default":
-        return RopeScaling(), theta, problems
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    problems += [f"rope type {kind!r} without {key}" for key in needed if rope.get(key) is None]
-    if problems:
-        return RopeScaling(), theta, problems
-    if kind == "linear":
-        return RopeScaling(kind=kind, factor=float(rope["factor"])), theta, []
-    scaling = RopeScaling(
-        kind=kind,
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings") or 0,
-    )
-    return scaling, theta, []
-
-
-def _refused(raw: dict[str, Any], architecture: str) -> list[str]:
-    """What this config asks for that is not computed here."""
-    problems = []
-    if (act := raw.get("hidden_act", "silu")) != "silu":
-        problems.append(f"hidden_act {act!r} (supported: silu)")
-    if architecture != "Qwen2ForCausalLM" and raw.get("attention_bias"):
-        problems.append("attention_bias (supported: no bias, or Qwen2's on q, k and v)")
-    if raw.get("mlp_bias"):
-        problems.append("mlp_bias (supported: no bias)")
-    # MistralConfig reads a missing sliding_window as 4096; Qwen2Config ignores the key unless use_sliding_window.
-    window = raw.get("sliding_window", 4096) if architecture == "MistralForCausalLM" else None
-    if architecture == "Qwen2ForCausalLM" and raw.get("use_sliding_window"):
-        window = raw.get("sliding_window", 4096)
-    if window is not None:
-        problems.append(f"sliding_window {window} (supported: full attention)")
-    elif any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        problems.append("layer_types other than full_attention (supported: full attention)")
-    if raw.get("quantization_config"):
-        problems.append("quantization_config (supported: unquantised safetensors, or GGUF)")
-    return problems
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids a model folder names: config.json, generation_config.json and the tokenizer's eos token."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            ids.update(_as_ids(read_json(folder / name).get("eos_token_id")))
-    if (folder / "tokenizer_config.json").is_file():
-        config = read_json(folder / "tokenizer_config.json")
-        eos = config.get("eos_token")
-        content = eos.get("content") if isinstance(eos, dict) else eos
-        if content is not None and (found := _token_id(folder, config, content)) is not None:
-            ids.add(found)
-    return tuple(sorted(ids))
-
-
-def _token_id(folder: Path, tokenizer_config: dict[str, Any], content: str) -> int | None:
-    for key, token in (tokenizer_config.get("added_tokens_decoder") or {}).items():
-        if token.get("content") == content:
-            return int(key)
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    data = read_json(folder / "tokenizer.json")
-    for token in data.get("added_tokens") or ():
-        if token["content"] == content:
-            return int(token["id"])
-    vocab = data.get("model", {}).get("vocab", {})
-    return vocab.get(content) if isinstance(vocab, dict) else None
-
-
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, or a ConfigError that names it."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file} must hold a JSON object, got {type(data).__name__}")
-    return data
-
-
-def resolve_model_path(model: str) -> Path:
-    """The local folder or .gguf file `model` means.
-
-    Looked for in this order: a folder or file of that path; the hub id in the local Hugging Face cache (its `main`, else its
-    newest snapshot); a download, if huggingface_hub is installed and HF_HUB_OFFLINE is not set.
 
     Raises:
-        ConfigError: nothing was found; the message says where it was looked for.
+        ConfigError: values that no model can have; the message names the file, each key, what came and what is allowed.
+        UnsupportedModel: what is well-formed but not computed here; names all of it and what is.
     """
-    path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path.resolve()
-    if path.is_file():
-        raise ConfigError(f"model {model} is a file, but not a .gguf: give a folder with config.json, a .gguf file or a hub id")
-    looked = [f"the path {path.absolute()}"]
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        cache = _hub_cache() / f"models--{model.replace('/', '--')}"
-        if (snapshot := _cached_snapshot(cache)) is not None:
-            return snapshot
-        looked.append(f"the Hugging Face cache {cache}")
-        downloaded, outcome = _download(model)
-        if downloaded is not None:
-            return downloaded
-        looked.append(f"the hub ({outcome})")
-    raise ConfigError(f"model {model!r} was not found; looked for {', '.join(looked)}")
-
-
-def _hub_cache() -> Path:
-    """The hub cache by huggingface_hub's own variables and their order."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
-
-
-def _cached_snapshot(cache: Path) -> Path | None:
-    ref = cache / "refs" / "main"
-    named = [cache / "snapshots" / ref.read_text().strip()] if ref.is_file() else []
-    snapshots = cache / "snapshots"
-    newest = sorted(snapshots.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True) if snapshots.is_dir() else []
-    return next(
-        (folder for folder in (*named, *newest) if any((folder / name).exists() for name in ("config.json", "tokenizer.json"))), None
+    config = ConfigReader(raw, where)
+    names = config.texts("architectures")
+    config.check()
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        named = ", ".join(names) or "none"
+        raise UnsupportedModel(f"{where}: architecture {named} is not supported (supported: {', '.join(ARCHITECTURES)})")
+    architecture = names[0]
+    family = ARCHITECTURES[architecture]
+    dtype = (config.text("dtype") or config.text("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in CHECKPOINT_DTYPES:
+        config.unsupported.append(f"dtype {dtype} (supported: {', '.join(CHECKPOINT_DTYPES)})")
+    scaling, theta = parse_rope(config)
+    shape = _parse_shape(config, architecture)
+    if scaling.kind == "dynamic" and shape["head_dim"] == 2:
+        config.bad("head_dim", 2, "at least 4 for rope type 'dynamic'")
+    windows = _parse_windows(config, architecture, shape["num_layers"], shape["max_position_embeddings"])
+    _refuse(config, architecture)
+    eos = {*config.token_ids("eos_token_id"), *eos_token_ids}
+    parsed = DecoderConfig(
+        family=family,
+        **shape,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        windows=windows,
+        eos_token_ids=tuple(sorted(i for i in eos if 0 <= i < shape["vocab_size"])),
+        dtype=dtype,
     )
+    config.check()
+    if len(parsed.eos_token_ids) < len(eos):
+        beyond = ", ".join(str(i) for i in sorted(eos - set(parsed.eos_token_ids)))
+        log.warning("%s: EOS ids beyond the model's %d embedding rows are ignored: %s", where, parsed.vocab_size, beyond)
+    return parsed
 
 
-def _download(model: str) -> tuple[Path | None, str]:
-    """(folder, how it went)."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return None, "not asked: HF_HUB_OFFLINE is set"
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        return None, "not asked: huggingface_hub is not installed"
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])), "downloaded"
-    except Exception as error:  # any of the hub's and the network's errors means: not available there
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+def _parse_shape(config: ConfigReader, architecture: str) -> dict[str, int]:
+    """Sizes, by their names in DecoderConfig."""
+    hidden, heads = config.size("hidden_size", most=1 << 20), config.size("num_attention_heads", most=1 << 12)
+    # Only Llama has as many KV heads as heads where the file says nothing; elsewhere the classes have numbers of their own.
+    default = heads if architecture == "LlamaForCausalLM" or "num_key_value_heads" in config.raw else None
+    kv_heads = config.size("num_key_value_heads", default, most=1 << 12)
+    head_dim = config.size("head_dim", 128 if architecture == "Qwen3ForCausalLM" else max(hidden // heads, 1), most=1 << 12)
+    sizes = {
+        "vocab_size": config.size("vocab_size", most=1 << 24),
+        "hidden_size": hidden,
+        "num_layers": config.size("num_hidden_layers", most=1 << 12),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.size("intermediate_size", most=1 << 24),
+        "max_position_embeddings": config.size("max_position_embeddings"),
+    }
+    if config.malformed:  # then some of these are not the file's
+        return sizes
+    if heads % kv_heads:
+        config.bad("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
+    if not config.has("head_dim") and architecture != "Qwen3ForCausalLM" and hidden % heads:
+        config.bad("hidden_size", hidden, f"a multiple of num_attention_heads {heads} where there is no head_dim")
+    elif head_dim % 2:
+        config.bad("head_dim", head_dim, "even: rotary embedding takes it in halves")
+    return sizes
+
+
+def _parse_windows(config: ConfigReader, architecture: str, num_layers: int, context: int) -> tuple[int, ...]:
+    """Per layer the keys a token sees, 0 for all; empty if every layer sees all.
+
+    MistralConfig reads a missing sliding_window as 4096, null as none, and slides in every layer. The Qwens slide only under
+    use_sliding_window, in the layers that layer_types names, else in those from max_window_layers on. Llama slides nowhere.
+    """
+    window, first = 0, 0
+    types = config.texts("layer_types")
+    if architecture == "MistralForCausalLM":
+        window = 0 if "sliding_window" in config.raw and not config.has("sliding_window") else config.size("sliding_window", 4096)
+    elif architecture != "LlamaForCausalLM" and config.flag("use_sliding_window"):
+        window = 0 if "sliding_window" in config.raw and not config.has("sliding_window") else config.size("sliding_window", 4096)
+        first = config.size("max_window_layers", 28, least=0)
+    slides = [window > 0 and i >= first for i in range(num_layers)]
+    if types:
+        if unknown := sorted({kind for kind in types if kind not in LAYER_TYPES}):
+            config.unsupported.append(f"layer_types {', '.join(unknown)} (supported: {', '.join(LAYER_TYPES)})")
+        elif len(types) != num_layers:
+            config.bad("layer_types", f"{len(types)} of them", f"one for each of the {num_layers} layers")
+        named = [kind == "sliding_attention" for kind in types]
+        if named != slides and (not window or architecture == "MistralForCausalLM"):
+            computed = f"window {window} in every layer" if window else "no window"
+            config.unsupported.append(f"layer_types that slide elsewhere than {architecture} ({computed}): drop layer_types")
+        slides = named
+    if window >= context or not any(slides):
+        return ()
+    return tuple(window if sliding else 0 for sliding in slides)
+
+
+def _refuse(config: ConfigReader, architecture: str) -> None:
+    """Note what this config asks for that is not computed here."""
+    raw, unsupported = config.raw, config.unsupported
+    if (act := config.text("hidden_act", "silu")) not in ("silu", "swish"):
+        unsupported.append(f"hidden_act {act!r} (supported: silu)")
+    if architecture != "Qwen2ForCausalLM" and config.flag("attention_bias"):
+        unsupported.append("attention_bias (supported: no bias, or Qwen2's on q, k and v)")
+    if config.flag("mlp_bias"):
+        unsupported.append("mlp_bias (supported: no bias)")
+    if raw.get("quantization_config"):
+        unsupported.append("quantization_config (supported: unquantised safetensors, or GGUF)")

@@ -19,10 +19,12 @@ import numpy as np
 from ..errors import ConfigError, UnsupportedModel
 from .dequantize import BlockFormat, Floats, block_format, dequantize
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+NORMAL_TOKEN, CONTROL_TOKEN, USER_DEFINED_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5
+"""values of `tokenizer.ggml.token_type`"""
 _CHUNK_ELEMENTS = 1 << 20
 
 _TOP_NAMES = {
@@ -32,6 +34,8 @@ _TOP_NAMES = {
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -215,6 +219,12 @@ class GgufFile:
         """End-of-sequence and end-of-turn ids of the metadata, ascending."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         return tuple(sorted({int(self.metadata[key]) for key in keys if key in self.metadata}))
+
+    def num_token_ids(self) -> int:
+        """Largest id of a token that is not marked unused, + 1; 0 if the file has no tokenizer."""
+        tokens = self.metadata.get("tokenizer.ggml.tokens") or []
+        types = self.metadata.get("tokenizer.ggml.token_type") or [NORMAL_TOKEN] * len(tokens)
+        return max((i + 1 for i, kind in enumerate(types[: len(tokens)]) if kind != UNUSED_TOKEN), default=0)
 
     def hf_config(self) -> dict[str, Any]:
         """The config.json this file implies (dtype bfloat16, what a dequantised copy is stored in)."""

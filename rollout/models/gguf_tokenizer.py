@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, UnsupportedModel
-from .gguf import GgufFile
+from .gguf import CONTROL_TOKEN, NORMAL_TOKEN, UNUSED_TOKEN, USER_DEFINED_TOKEN, GgufFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -15,7 +15,6 @@ _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2")
 """values of `tokenizer.ggml.pre` that can be rebuilt"""
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _SPECIAL_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -36,15 +35,15 @@ def build_tokenizer(gguf: GgufFile) -> Backend:
     if missing := [key for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges") if key not in meta]:
         raise ConfigError(f"{gguf.path} has no metadata {' and '.join(missing)}: name a folder with tokenizer.json as the tokenizer")
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
-    types: list[int] = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    vocab = {token: i for i, (token, t) in enumerate(zip(tokens, types, strict=True)) if t != _UNUSED}
+    types: list[int] = meta.get("tokenizer.ggml.token_type") or [NORMAL_TOKEN] * len(tokens)
+    vocab = {token: i for i, (token, t) in enumerate(zip(tokens, types, strict=True)) if t != UNUSED_TOKEN}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in meta["tokenizer.ggml.merges"])]
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
-    marked = [(token, t == _CONTROL) for token, t in zip(tokens, types, strict=True) if t in (_CONTROL, _USER_DEFINED)]
+    marked = [(token, t == CONTROL_TOKEN) for token, t in zip(tokens, types, strict=True) if t in (CONTROL_TOKEN, USER_DEFINED_TOKEN)]
     backend.add_tokens([AddedToken(token, special=special, normalized=False) for token, special in marked])
     bos = meta.get("tokenizer.ggml.bos_token_id")
     if bos is not None and meta.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):

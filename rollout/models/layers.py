@@ -17,13 +17,47 @@ def inv_freq(cfg: DecoderConfig) -> torch.Tensor:
 
     The operations and their order are those of transformers' `modeling_rope_utils`, since the bits depend on them.
     """
-    H, scaling = cfg.head_dim, cfg.rope_scaling
-    freq = 1.0 / (cfg.rope_theta ** (torch.arange(0, H, 2, dtype=torch.int64).to(torch.float) / H))
+    H, scaling, theta = cfg.head_dim, cfg.rope_scaling, cfg.rope_theta
+    if scaling.kind == "dynamic":
+        theta = _dynamic_theta(cfg)
+    steps = torch.arange(0, H, 2, dtype=torch.int64).to(torch.float) / H
+    if scaling.kind == "yarn":
+        return _blend_yarn(theta**steps, cfg)
+    freq = 1.0 / (theta**steps)
     if scaling.kind == "linear":
         return freq / scaling.factor
     if scaling.kind == "llama3":
         return _stretch_llama3(freq, cfg)
     return freq
+
+
+def _dynamic_theta(cfg: DecoderConfig) -> float:
+    """NTK-aware theta for a sequence of `max_position_embeddings` tokens: theta itself, but for rounding.
+
+    Sequences beyond that would stretch it further, each by its own length. There are none: max_model_len never exceeds the model's
+    context. So one table serves every sequence, and a token's bits do not depend on how long its sequence becomes.
+    """
+    factor, context, H = cfg.rope_scaling.factor, cfg.max_position_embeddings, cfg.head_dim
+    stretch: float = ((factor * context / context) - (factor - 1)) ** (H / (H - 2))
+    return cfg.rope_theta * stretch
+
+
+def _blend_yarn(pos_freqs: torch.Tensor, cfg: DecoderConfig) -> torch.Tensor:
+    """Keep frequencies that turn often within the context of pretraining, divide slow ones by `factor`, blend between (YaRN)."""
+    s, half = cfg.rope_scaling, cfg.head_dim // 2
+
+    def dim_of(rotations: float) -> float:
+        turns = s.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return (cfg.head_dim * math.log(turns)) / (2 * math.log(cfg.rope_theta))
+
+    low, high = dim_of(s.beta_fast), dim_of(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, cfg.head_dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - torch.clamp((torch.arange(half, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return 1.0 / (s.factor * pos_freqs) * (1 - kept) + 1.0 / pos_freqs * kept
 
 
 def _stretch_llama3(freq: torch.Tensor, cfg: DecoderConfig) -> torch.Tensor:
@@ -43,9 +77,10 @@ def rope_tables(cfg: DecoderConfig, num_positions: int, dtype: torch.dtype) -> t
     """cos and sin of position * frequency for positions 0 .. P-1.
 
     Returns:
-        Two contiguous [P, H/2] tensors on the CPU, computed in float32 and rounded once to `dtype`. Column j serves
-        elements j and j + H/2 of a head (rotate-half).
+        Two contiguous [P, H/2] tensors on the CPU, computed in float32 (times the attention factor) and rounded once to `dtype`.
+        Column j serves elements j and j + H/2 of a head (rotate-half).
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * inv_freq(cfg)[None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    scale = cfg.rope_scaling.attention_factor
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)

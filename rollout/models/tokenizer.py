@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadRequest, ConfigError
 from .chat_template import compile_template, render
-from .config import read_eos_token_ids, read_json, resolve_model_path
 from .detokenizer import IncrementalDecoder, StopStringMatcher
+from .hub import resolve_model_path
+from .tokenizer_files import read_eos_token_ids, read_tokenizer_facts, read_tokenizer_settings, special_token
 
 if TYPE_CHECKING:
     import jinja2
@@ -65,12 +66,16 @@ class Tokenizer:
             raise ConfigError(f"{folder} holds no tokenizer.json: name another folder, .gguf file or hub id as the tokenizer")
         from tokenizers import Tokenizer as Backend
 
-        config = _read_config(folder)
+        settings, facts = read_tokenizer_settings(folder), read_tokenizer_facts(folder)
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # tokenizers has no exception of its own to name
+            raise ConfigError(f"{file} is not a tokenizer that can be loaded: {error}") from error
         return cls(
-            Backend.from_file(str(file)),
-            special_tokens=_special_tokens(config),
-            chat_templates=_chat_templates(folder, config),
-            eos_token_ids=read_eos_token_ids(folder),
+            backend,
+            special_tokens=_special_tokens(settings, folder),
+            chat_templates=_chat_templates(folder, settings),
+            eos_token_ids=tuple(sorted({*read_eos_token_ids(folder), *(facts.eos_token_ids if facts is not None else ())})),
         )
 
     @classmethod
@@ -83,8 +88,8 @@ class Tokenizer:
         config = tokenizer_config(gguf)
         return cls(
             backend,
-            special_tokens=_special_tokens(config),
-            chat_templates=_chat_templates(None, config),
+            special_tokens=_special_tokens(config, path),
+            chat_templates=_chat_templates(path, config),
             eos_token_ids=gguf.eos_token_ids(),
         )
 
@@ -168,27 +173,20 @@ class Tokenizer:
         return self._compiled[name]
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    return read_json(file) if file.is_file() else {}
+def _special_tokens(settings: dict[str, Any], folder: Path) -> dict[str, str]:
+    found = {name: special_token(settings, name, folder) for name in _SPECIAL_NAMES}
+    return {name: text for name, text in found.items() if text is not None}
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _chat_templates(folder: Path | None, config: dict[str, Any]) -> dict[str, str]:
+def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     """chat_template.jinja wins over tokenizer_config.json, whose value is one source or a list of named ones."""
-    value = config.get("chat_template")
-    templates = {"default": value} if isinstance(value, str) else {t["name"]: t["template"] for t in value or ()}
-    if folder is not None and (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    try:
+        templates = {"default": value} if isinstance(value, str) else {t["name"]: t["template"] for t in value or ()}
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: chat_template must be a string or a list of objects with name and template ({error!r})") from error
+    if (path / "chat_template.jinja").is_file():
+        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
     return templates
 
 

@@ -27,7 +27,7 @@ def test_reads_what_transformers_saves(saved: Any) -> None:
         assert (cfg.vocab_size, cfg.hidden_size, cfg.num_layers, cfg.num_heads, cfg.num_kv_heads) == (96, 64, 2, 8, 4)
         assert cfg.head_dim == (16 if name == "tied" else 8)
         assert cfg.tie_word_embeddings == (name == "tied")
-        assert (cfg.qkv_bias, cfg.dtype, cfg.eos_token_ids, cfg.bos_token_id) == (bias, "float32", (2,), 1)
+        assert (cfg.qkv_bias, cfg.dtype, cfg.eos_token_ids) == (bias, "float32", (2,))
         unique = {tensor.data_ptr(): tensor.numel() for tensor in weights.values()}
         assert cfg.num_parameters == sum(unique.values())
 
@@ -57,24 +57,30 @@ def test_defaults_follow_transformers() -> None:
     assert parse_hf_config(mistral).family == "llama"
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "named", "supported"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel", "LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel", "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
         ({"architectures": None}, "none", "Qwen2ForCausalLM"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn", "llama3"),
+        ({"architectures": []}, "none", "Qwen2ForCausalLM"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope", "default, linear, dynamic, llama3, yarn"),
+        ({"rope_parameters": {"type": "mrope"}}, "mrope", "yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "layer type", "one set"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "without low_freq_factor", ""),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5", "1.0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5", "1.0"),
         ({"attention_bias": True}, "attention_bias", "no bias"),
         ({"mlp_bias": True}, "mlp_bias", "no bias"),
         ({"hidden_act": "gelu"}, "'gelu'", "silu"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window 4096", "full attention"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window 4096", "full attention"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 32}, "sliding_window 32", "full"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types", "no window"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention", "sliding_attention"),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types", "window 8 in every layer"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "GGUF"),
         ({"torch_dtype": "float64"}, "float64", "bfloat16"),
-        ({"hidden_size": None}, "hidden_size is missing", ""),
     ],
 )
 def test_refuses_by_name_what_it_does_not_compute(changes: dict[str, Any], named: str, supported: str) -> None:
@@ -84,23 +90,121 @@ def test_refuses_by_name_what_it_does_not_compute(changes: dict[str, Any], named
     assert supported in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({key: 0}, f"{key} must be a whole number from 1 to") for key in LLAMA if key != "architectures"),
+        *(({key: None}, f"{key} is missing") for key in LLAMA if key not in ("architectures", "num_key_value_heads")),
+        ({"hidden_size": -64}, "got -64"),
+        ({"hidden_size": 64.0}, "got 64.0"),
+        ({"hidden_size": "64"}, "got '64'"),
+        ({"hidden_size": True}, "got True"),
+        ({"vocab_size": 10**5000}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers must be a whole number from 1 to 4096"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of num_attention_heads 8, got 3"),
+        ({"num_key_value_heads": 16}, "num_key_value_heads must be a divisor of num_attention_heads 8, got 16"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"head_dim": -2}, "head_dim must be a whole number"),
+        ({"hidden_size": 60}, "hidden_size must be a multiple of num_attention_heads 8"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0, got nan"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+        *(({"rope_theta": theta}, "rope_theta must be a finite number above 1") for theta in (0, -1e4, "1e4", float("inf"))),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta must be"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
+        ({"rope_scaling": {"rope_type": 3}}, "rope_scaling.rope_type must be a string"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor must be a finite number above 0, got '2'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing; rope_scaling.high_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim must be at least 4"),
+        ({"rope_scaling": {**YARN, "beta_fast": "a"}}, "beta_fast must be"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}}, "rope_scaling and rope_parameters say different things"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
+        ({"torch_dtype": 16}, "torch_dtype must be a string"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id, a list of them or null, got '2'"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number from 1"),
+        ({**QWEN2, "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types must be one for each of the 2 layers"),
+    ],
+)
+def test_values_no_model_can_have_are_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_hf_config({**LLAMA, **changes}, where="here/config.json")
+    assert not isinstance(error.value, UnsupportedModel)
+    assert str(error.value).startswith("here/config.json: ")
+    assert said in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
 def test_names_every_problem_at_once() -> None:
     with pytest.raises(UnsupportedModel, match=r"hidden_act.*attention_bias.*mlp_bias"):
         parse_hf_config({**LLAMA, "hidden_act": "relu", "attention_bias": True, "mlp_bias": True})
 
 
-def test_eos_is_the_union_of_all_sources(tmp_path: Path) -> None:
-    def put(name: str, data: dict[str, Any]) -> None:
-        (tmp_path / name).write_text(json.dumps(data))
+def put(folder: Path, name: str, data: dict[str, Any]) -> None:
+    (folder / name).write_text(json.dumps(data))
 
-    put("config.json", {**LLAMA, "eos_token_id": 5})
+
+def test_eos_is_the_union_of_all_sources(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, "config.json", {**LLAMA, "eos_token_id": 5})
     assert load_decoder_config(tmp_path).eos_token_ids == (5,)
-    put("generation_config.json", {"eos_token_id": [7, 5]})
-    put("tokenizer_config.json", {"eos_token": {"content": "<end>"}})
-    put("tokenizer.json", {"added_tokens": [{"id": 3, "content": "<end>"}]})
+    put(tmp_path, "generation_config.json", {"eos_token_id": [7, 5]})
+    put(tmp_path, "tokenizer_config.json", {"eos_token": {"content": "<end>"}})
+    put(tmp_path, "tokenizer.json", {"added_tokens": [{"id": 3, "content": "<end>"}], "model": {"vocab": {"a": 0, "<old>": 4}}})
     assert load_decoder_config(tmp_path).eos_token_ids == (3, 5, 7)
-    put("tokenizer_config.json", {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}})
+    put(tmp_path, "tokenizer_config.json", {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}})
     assert load_decoder_config(tmp_path).eos_token_ids == (5, 7, 9)
+    put(tmp_path, "tokenizer_config.json", {"eos_token": None})
+    put(tmp_path, "special_tokens_map.json", {"eos_token": "<old>"})
+    assert load_decoder_config(tmp_path).eos_token_ids == (4, 5, 7)
+    put(tmp_path, "generation_config.json", {"eos_token_id": None})
+    put(tmp_path, "config.json", {**LLAMA, "eos_token_id": [-1, 96, 1 << 40]})
+    assert not caplog.records
+    assert load_decoder_config(tmp_path).eos_token_ids == (4,)
+    assert "EOS ids beyond the model's 96 embedding rows are ignored: -1, 96, 1099511627776" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("generation_config.json", {"eos_token_id": "</s>"}, "generation_config.json: eos_token_id must be a token id"),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}, "generation_config.json: eos_token_id must be a token id"),
+        ("tokenizer_config.json", {"eos_token": 2}, "tokenizer_config.json: eos_token must be a string"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "tokenizer_config.json: added_tokens_decoder must"),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["a"]}, "tokenizer_config.json: added_tokens_decoder must"),
+        ("tokenizer.json", {"model": {"vocab": {}}}, "tokenizer.json: model.vocab and added_tokens must"),
+        ("tokenizer.json", {"model": {"vocab": {"a": "0"}}}, "tokenizer.json: model.vocab and added_tokens must"),
+        ("tokenizer.json", {"added_tokens": [{"content": "a"}]}, "tokenizer.json: model.vocab and added_tokens are not"),
+    ],
+)
+def test_damaged_tokenizer_files_are_named(tmp_path: Path, name: str, data: dict[str, Any], said: str) -> None:
+    put(tmp_path, "config.json", LLAMA)
+    put(tmp_path, "tokenizer.json", {"model": {"vocab": {"a": 0}}})
+    put(tmp_path, name, data)
+    with pytest.raises(ConfigError) as error:
+        load_decoder_config(tmp_path)
+    assert said in str(error.value)
+
+
+def test_the_ids_a_tokenizer_knows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    model.mkdir()
+    other.mkdir()
+    put(model, "config.json", LLAMA)
+    assert load_decoder_config(model).num_token_ids == 0
+    with pytest.raises(ConfigError, match=r"other holds no tokenizer\.json"):
+        load_decoder_config(model, other)
+    put(other, "tokenizer.json", {"model": {"vocab": [["a", -1.0], ["b", -2.5]]}, "added_tokens": None})
+    assert load_decoder_config(model, other).num_token_ids == 2
+    put(other, "tokenizer.json", {"model": {"vocab": {"a": 0, "b": 40}}, "added_tokens": [{"id": 41, "content": "<a>"}]})
+    assert load_decoder_config(model, other).num_token_ids == 42
+    put(other, "tokenizer_config.json", {"added_tokens_decoder": {"60": {"content": "<b>"}}})
+    assert load_decoder_config(model, other).num_token_ids == 61
+    assert not caplog.records
+    put(other, "tokenizer_config.json", {"added_tokens_decoder": {"200": {"content": "<b>"}}})
+    assert load_decoder_config(model, other).num_token_ids == 96
+    assert "96 rows, but the tokenizer knows 201 ids" in caplog.text
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:

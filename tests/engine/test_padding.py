@@ -1,0 +1,80 @@
+"""A vocabulary padded to 320 rows, of which the tokenizer knows 256, and logits that are largest in the padding."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engine import finals, prompt
+from rollsync import Engine, RolloutRequest, SamplingParams
+from rollsync.rollout.engine.config import CacheConfig, EngineConfig
+from rollsync.rollout.errors import BadRequest, ConfigError
+from safetensors.torch import load_file, save_file
+
+KNOWN, ROWS = 256, 320
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLING: tuple[dict[str, Any], ...] = (GREEDY, {}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 5.0, "top_p": 0.99})
+
+
+@pytest.fixture(params=["padded", "padded_tied"])
+def loud(request: pytest.FixtureRequest, cancelling: dict[str, str], tmp_path: Path) -> str:
+    """Every hidden state gives some padding row the largest logit: they come in pairs of opposite sign."""
+    folder = shutil.copytree(cancelling[request.param], tmp_path / "loud")
+    tensors = load_file(folder / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight" if request.param == "padded_tied" else "lm_head.weight"]
+    rows[KNOWN:] = 30 * rows[:KNOWN].abs().amax() * torch.randn(ROWS - KNOWN, rows.shape[1], generator=torch.Generator().manual_seed(1))
+    rows[KNOWN + 1 :: 2] = -rows[KNOWN::2]
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def ask(prompts: list[tuple[int, ...]], **fields: Any) -> list[RolloutRequest]:
+    params = [SamplingParams(seed=1, max_tokens=6, ignore_eos=True, **sampling) for sampling in SAMPLING]
+    return [
+        RolloutRequest(request_id=f"{i} {j}", prompt_token_ids=ids, params=p, **fields)
+        for i, ids in enumerate(prompts)
+        for j, p in enumerate(params)
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "reference"}], ids=["native", "reference"])
+def test_padding_is_fed_but_never_sampled(loud: str, options: dict[str, Any]) -> None:
+    prompts = [prompt(1, 9), (KNOWN, *prompt(2, 5), ROWS - 1)]
+    with Engine(loud, threads=1, num_blocks=32, **options) as engine:
+        assert (engine.info.vocab_size, engine.info.embed_size) == (KNOWN, ROWS)
+        for output in finals(engine, ask(prompts)).values():
+            assert output.finish_reason == "length"
+            assert max(output.token_ids) < KNOWN
+            assert all(math.isfinite(value) for value in output.logprobs)
+        forced = ask(prompts[:1], forced_token_ids=(7, KNOWN + 3, 8), include=("model_logprobs",))
+        for output in finals(engine, forced).values():
+            assert output.token_ids[:3] == [7, KNOWN + 3, 8]
+            assert output.logprobs[1] == -math.inf
+            assert output.model_logprobs is not None and math.isfinite(output.model_logprobs[1])
+        for ids in ((ROWS,), (1 << 63,)):
+            with pytest.raises(BadRequest, match=f"prompt_token_ids\\[0\\] is {ids[0]}; ids the model can be fed are 0 to 319"):
+                engine.add_request(RolloutRequest(request_id="x", prompt_token_ids=ids))
+    with Engine(loud, threads=1, num_blocks=32, sample_padding=True, **options) as engine:
+        assert (engine.info.vocab_size, engine.info.embed_size) == (ROWS, ROWS)
+        greedy = finals(engine, ask(prompts))["0 0", 0]
+        assert min(greedy.token_ids) >= KNOWN  # the padding is indeed what the model would choose
+
+
+def test_without_a_tokenizer_every_row_is_an_id(loud: str, tmp_path: Path) -> None:
+    Path(loud, "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with Engine(loud, threads=1, num_blocks=4) as engine:
+        assert engine.info.vocab_size == ROWS
+    with Engine(EngineConfig(model=loud, tokenizer=str(tmp_path), cache=CacheConfig(num_blocks=4))) as engine:
+        assert engine.info.vocab_size == KNOWN
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"), [("/nope", "tokenizer '/nope' was not found"), ("{empty}", "holds no tokenizer.json"), ("", "empty string")]
+)
+def test_a_tokenizer_that_is_asked_for_must_be_there(cancelling: dict[str, str], tmp_path: Path, tokenizer: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Engine(EngineConfig(model=cancelling["llama"], tokenizer=tokenizer.format(empty=tmp_path)))
