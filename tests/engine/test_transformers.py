@@ -15,8 +15,13 @@ from rollsync.rollout.models.loader import cached_checkpoint
 transformers = pytest.importorskip("transformers")
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 1.7, "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.2, "beta_fast": 8.0,
     "rope_theta": 10000.0,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,6 +33,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "qwen2_llama3": ("Qwen2", {"rope_parameters": LLAMA3}),
+    "qwen2_upper_layers_slide": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "mistral": ("Mistral", {"sliding_window": 37}),
+    "mistral_tied": ("Mistral", {"sliding_window": 16, "tie_word_embeddings": True, "head_dim": 24}),
+    "mistral_yarn": ("Mistral", {"sliding_window": None, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 40, "rope_parameters": YARN}),
+    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": DYNAMIC}),
+    "qwen3_layers_slide": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 PROMPTS = [prompt(i, length) for i, length in enumerate((1, 2, 7, 31, 32, 33, 64, 90, 130))]
 NEW_TOKENS = 16

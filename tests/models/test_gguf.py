@@ -181,7 +181,7 @@ def test_what_cannot_be_read_is_named(saved: Any, bpe: Any, tmp_path: Path) -> N
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"'mamba' is not supported \(supported: llama, qwen2\)"):
+    with pytest.raises(UnsupportedModel, match=r"'mamba' is not supported \(supported: llama, qwen2, qwen3\)"):
         GgufFile(other)
     whole = tmp_path / "whole.gguf"
     write_gguf(whole, "llama", saved["llama"][1], bpe, tied=False)
