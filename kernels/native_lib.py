@@ -48,11 +48,14 @@ class Step(ctypes.Structure):
         ("ld_logits", c_int64),
         *((n, c_int32) for n in ("piece_rows", "vocab_limit")),
         *((n, c_void_p) for n in ("temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "row_position", "forced", "want")),
-        *((n, c_void_p) for n in ("ban_offset", "banned")),
+        *((n, c_void_p) for n in ("ban_offset", "banned", "adjust_offset", "adjust", "allowed_row", "allowed")),
+        ("allowed_words", c_int64),
+        ("top_n", c_void_p),
         *(
             (n, c_void_p)
-            for n in ("out_token", "out_logprob", "out_temperature_logprob", "out_model_logprob", "out_entropy", "out_nonfinite")
+            for n in ("out_token", "out_logprob", "out_temperature_logprob", "out_model_logprob", "out_entropy", "out_top_id")
         ),
+        *((n, c_void_p) for n in ("out_top_logprob", "out_nonfinite")),
     )
 
 

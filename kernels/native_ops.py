@@ -20,7 +20,7 @@ from . import native_lib as nl
 from .kv import KvLayout
 from .reference_sampler import SampleResult, SamplerRows, check_rows
 from .spec import effective_shards
-from .step import StepArrays, StepLimits
+from .step import StepArrays, StepLimits, allowed_words
 
 DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 MAX_SHARDS = 16
@@ -330,16 +330,38 @@ class NativeOps:
         check_rows(logits_RV, rows)
         logits_RV = logits_RV.contiguous()
         (num_rows, vocab), offsets = logits_RV.shape, list(accumulate(map(len, rows.banned), initial=0))
-        arrays = StepArrays(StepLimits(tokens=0, rows=num_rows, slots=0, table_blocks=0, banned=offsets[-1]))
+        arrays = StepArrays(StepLimits(tokens=0, rows=num_rows, slots=num_rows, table_blocks=0, banned=offsets[-1]))
         for name in ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced"):
             arrays[name][:] = getattr(rows, name)
         arrays["row_position"][:] = rows.position
         arrays["want"][:] = rows.want_model + 2 * rows.want_entropy.astype(np.uint8)
         arrays["ban_offset"][:] = offsets
         arrays["banned"][: offsets[-1]] = [i for ids in rows.banned for i in ids]
+        self._changes(arrays, rows)
         step = nl.Step(num_rows=num_rows, logits=logits_RV.data_ptr(), ld_logits=vocab, piece_rows=num_rows, vocab_limit=rows.vocab_limit)
         for name, column in arrays.columns.items():
             setattr(step, name, column.ctypes.data)
+        step.allowed_words = arrays["allowed"].shape[1]
         self._run(step, self._op(nl.OP_SAMPLE, logits_RV.dtype, n=vocab))
         outputs: dict[str, Any] = {name: arrays["out_" + name] for name in SampleResult.__slots__ if name != "nonfinite"}
+        top_n = arrays["top_n"]
+        for name, none in (("top_id", -1), ("top_logprob", -np.inf)):
+            outputs[name] = outputs[name][:, : top_n.max(initial=0)].copy()
+            outputs[name][np.arange(outputs[name].shape[1]) >= top_n[:, None]] = none
         return SampleResult(**outputs, nonfinite=arrays["out_nonfinite"].astype(np.bool_))
+
+    @staticmethod
+    def _changes(arrays: StepArrays, rows: SamplerRows) -> None:
+        """What rows change about their logits, and what they report beyond one token, as columns."""
+        if rows.top_n is not None:
+            arrays["top_n"][:] = rows.top_n
+        if rows.adjust is not None:
+            offsets = list(accumulate(map(len, rows.adjust), initial=0))
+            arrays.reserve_adjust(offsets[-1])
+            arrays["adjust_offset"][:] = offsets
+            arrays["adjust"][: offsets[-1]] = [tuple(entry) for entries in rows.adjust for entry in entries]
+        for r, ids in enumerate(rows.allowed or ()):
+            if ids is not None:
+                words = allowed_words(ids)
+                arrays.reserve_allowed(len(words))
+                arrays["allowed"][r, : len(words)], arrays["allowed_row"][r] = words, r

@@ -232,4 +232,8 @@ class NativeProgram:
         a, step = self._arrays, self.step
         step.num_tokens, step.num_rows, step.num_runs = a.num_tokens, a.num_rows, a.num_runs
         step.num_items, step.num_copies = a.num_items, a.num_copies
+        while a.moved:
+            name = a.moved.pop()
+            setattr(step, name, a[name].ctypes.data)
+            step.allowed_words = a["allowed"].shape[1]
         self._library.run(self._compiled, begin, len(self._ops) if end is None else end, step, self._threads)

@@ -131,11 +131,14 @@ class ReferenceProgram:
             result = ref.sample(ref.linear(x.tensor, self._w[weight]), self._sampler_rows(count))
             for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
                 self._a["out_" + name][:count] = getattr(result, name)
+            for name in ("top_id", "top_logprob"):
+                values = getattr(result, name)
+                self._a["out_" + name][:count, : values.shape[1]] = values
 
         self._calls.append(sample)
 
     def _sampler_rows(self, count: int) -> SamplerRows:
-        names = ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced")
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced", "top_n")
         columns: dict[str, Any] = {name: self._a[name][:count] for name in names}
         want = self._a["want"][:count]
         return SamplerRows(
@@ -144,6 +147,8 @@ class ReferenceProgram:
             want_model=(want & 1) > 0,
             want_entropy=(want & 2) > 0,
             banned=[self._a.banned_of(r) for r in range(count)],
+            adjust=[self._a.adjust_of(r) for r in range(count)],
+            allowed=[self._a.allowed_of(r) for r in range(count)],
             vocab_limit=self._vocab_limit,
         )
 

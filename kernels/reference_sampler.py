@@ -18,6 +18,7 @@ from torch import Tensor
 from . import spec
 from .philox import draw64
 from .reference_math import exp32, f32, ln64
+from .step import TOP_MAX
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +51,12 @@ class SamplerRows:
     """per row, ids that do not take part"""
     vocab_limit: int
     """ids from here on are padding of the head and do not take part"""
+    adjust: Sequence[Sequence[tuple[int, float, float, float]]] | None = None
+    """per row, (id, bias, factor, subtract) of the logits it changes, one per id"""
+    allowed: Sequence[Sequence[int] | None] | None = None
+    """per row, the only ids that take part, or None for all"""
+    top_n: Array | None = None
+    """uint8: how many of the likeliest ids to report, at most 20"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +72,10 @@ class SampleResult:
     """at temperature 1; NaN where not asked for, as is `entropy`"""
     entropy: npt.NDArray[np.float32]
     """nats, after temperature, before truncation"""
+    top_id: npt.NDArray[np.int32]
+    """[R, most `top_n`]: likeliest first; -1 where there are no more, or no more were asked for"""
+    top_logprob: npt.NDArray[np.float32]
+    """of `top_id`, as `logprob` (at temperature 0: at temperature 1, nothing truncated); -inf where there is none"""
     nonfinite: npt.NDArray[np.bool_]
 
 
@@ -132,22 +143,57 @@ def _greedy_row(logits_V: Tensor, forced: int) -> tuple[int, float, float, float
     return token, logprob, logprob, 0.0
 
 
+def _adjusted(logits_V: Tensor, entries: Sequence[tuple[int, float, float, float]]) -> Tensor:
+    logits_V = logits_V.clone()
+    for token, bias, factor, subtract in entries:
+        x = logits_V[token] + f32(bias)
+        x = x / f32(factor) if x > 0 else x * f32(factor)
+        logits_V[token] = x - f32(subtract)
+    return logits_V
+
+
 def _restricted(z_V: Tensor, rows: SamplerRows, r: int) -> Tensor:
     """`z_V` with the ids that do not take part at -inf: no mass, last in rank, never the likeliest."""
     z_V = z_V.clone()
     z_V[rows.vocab_limit :] = -math.inf
     z_V[[i for i in rows.banned[r] if i < len(z_V)]] = -math.inf
+    allowed = None if rows.allowed is None else rows.allowed[r]
+    if allowed is not None:
+        keep_V = torch.zeros_like(z_V, dtype=torch.bool)
+        keep_V[[i for i in allowed if i < len(z_V)]] = True
+        z_V[~keep_V] = -math.inf
     return z_V
 
 
-def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> tuple[int, float, float, float, float] | None:
+def _top(masses: _Masses, keep_V: Tensor, kept_mass: int, count: int) -> list[tuple[int, float]]:
+    """(id, logprob) of those of the first `count` ranks that are kept and can be drawn at all."""
+    ranked = torch.sort(masses.z_V, descending=True, stable=True).indices[:count].tolist()
+    return [(i, _logprob(masses, i, kept_mass)) for i in ranked if keep_V[i] and masses.z_V[i] > -math.inf]
+
+
+class _Row(NamedTuple):
+    token: int
+    logprob: float
+    temperature_logprob: float
+    model_logprob: float
+    entropy: float
+    top: list[tuple[int, float]]
+
+
+def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> _Row | None:
     temperature, forced, nan = float(rows.temperature[r]), int(rows.forced[r]), math.nan
-    z_V = logits_V if temperature == 0.0 else logits_V * f32(1.0 / temperature)
-    restricted = _restricted(z_V, rows, r)
-    if z_V.isnan().any() or not math.isfinite(z_V.amax().item()) or restricted.amax().item() == -math.inf:
+    adjusted_V = logits_V if rows.adjust is None else _adjusted(logits_V, rows.adjust[r])
+    inverse = f32(1.0) if temperature == 0.0 else f32(1.0 / temperature)
+    z_V = logits_V * inverse
+    restricted = _restricted(adjusted_V * inverse, rows, r)
+    if z_V.isnan().any() or not math.isfinite(z_V.amax().item()) or not math.isfinite(restricted.amax().item()):
         return None
+    top_n, top = 0 if rows.top_n is None else int(rows.top_n[r]), []
     if temperature == 0.0:
         token, logprob, temperature_logprob, entropy = _greedy_row(restricted, forced)
+        if top_n:
+            masses = _masses(restricted)
+            top = _top(masses, torch.ones_like(restricted, dtype=torch.bool), masses.total, top_n)
     else:
         whole = _masses(z_V)
         masses = whole if torch.equal(restricted, z_V) else _masses(restricted)
@@ -159,23 +205,34 @@ def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> tuple[int, float
         logprob = _logprob(masses, token, kept_mass) if keep_V[token] else -math.inf
         temperature_logprob = _logprob(whole, token, whole.total)
         entropy = _entropy(whole) if rows.want_entropy[r] else nan
+        top = _top(masses, keep_V, kept_mass, top_n) if top_n else top
     model = nan
     if rows.want_model[r]:
         at_one = _masses(logits_V)
         model = _logprob(at_one, token, at_one.total)
-    return token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan
+    return _Row(token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan, top)
 
 
 def check_rows(logits_RV: Tensor, rows: SamplerRows) -> None:
     """Raise the ValueError of `sample` if the columns do not fit the logits."""
     num_rows, vocab = logits_RV.shape
-    lengths = {len(getattr(rows, name)) for name in SamplerRows.__slots__ if name != "vocab_limit"}
+    columns = [getattr(rows, name) for name in SamplerRows.__slots__ if name != "vocab_limit"]
+    lengths = {len(column) for column in columns if column is not None}
     if lengths != {num_rows}:
         raise ValueError(f"sample: {num_rows} logits rows need columns of that length, got lengths {sorted(lengths)}")
     if not 0 < rows.vocab_limit <= vocab:
         raise ValueError(f"sample: vocab_limit must be in [1, {vocab}], got {rows.vocab_limit}")
     if num_rows and not (int(rows.forced.min()) >= -1 and int(rows.forced.max()) < vocab):
         raise ValueError(f"sample: forced ids must be in [-1, {vocab}), got {int(rows.forced.min())} to {int(rows.forced.max())}")
+    for entries in rows.adjust or ():
+        ids = [entry[0] for entry in entries]
+        if len(set(ids)) < len(ids) or any(not 0 <= i < vocab for i in ids):
+            raise ValueError(f"sample: a row must adjust distinct ids in [0, {vocab}), got {sorted(ids)}")
+    for allowed in rows.allowed or ():
+        if allowed is not None and (len(allowed) == 0 or min(allowed) < 0):
+            raise ValueError("sample: a row must allow some ids, all >= 0, or None for all")
+    if rows.top_n is not None and num_rows and int(rows.top_n.max()) > TOP_MAX:
+        raise ValueError(f"sample: top_n must be in [0, {TOP_MAX}], got {int(rows.top_n.max())}")
 
 
 def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
@@ -192,10 +249,15 @@ def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
     num_rows = logits_RV.shape[0]
     token, nonfinite = np.maximum(rows.forced, 0).astype(np.int64), np.ones(num_rows, dtype=np.bool_)
     floats = np.full((4, num_rows), np.nan, dtype=np.float32)
+    width = int(rows.top_n.max(initial=0)) if rows.top_n is not None else 0
+    top_id, top_logprob = np.full((num_rows, width), -1, np.int32), np.full((num_rows, width), -np.inf, np.float32)
     for r in range(num_rows):
         if (row := _sample_row(logits_RV[r].float(), rows, r)) is not None:
-            token[r], *floats[:, r] = row
+            token[r], *floats[:, r], _ = row
+            top_id[r, : len(row.top)] = [i for i, _ in row.top]
+            top_logprob[r, : len(row.top)] = [logprob for _, logprob in row.top]
             nonfinite[r] = False
     return SampleResult(
-        token=token, logprob=floats[0], temperature_logprob=floats[1], model_logprob=floats[2], entropy=floats[3], nonfinite=nonfinite
-    )
+        token=token, logprob=floats[0], temperature_logprob=floats[1], model_logprob=floats[2], entropy=floats[3], top_id=top_id,
+        top_logprob=top_logprob, nonfinite=nonfinite,
+    )  # fmt: skip

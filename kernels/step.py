@@ -5,6 +5,7 @@ T tokens fed, R logits rows. Names are those of `struct Step` in native/program.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+
+TOP_MAX = 20
+"""likeliest ids a row can report"""
+ADJUST = np.dtype([("id", np.int32), ("bias", np.float32), ("factor", np.float32), ("subtract", np.float32)])
+"""what a request changes about the logit of one id (docs/numerics.md)"""
+
+
+def allowed_words(ids: Sequence[int]) -> Array:
+    """Bits of some ids, [max id // 32 + 1] uint32: bit i % 32 of word i // 32."""
+    bits = np.zeros((max(ids) // 32 + 1) * 32, np.uint8)
+    bits[np.array(ids)] = 1
+    words: Array = np.packbits(bits, bitorder="little").view(np.uint32)
+    return words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +60,8 @@ class StepArrays:
         ("row_position", "R", np.uint32),
         ("forced", "R", np.int64),
         ("want", "R", np.uint8),  # 1 model logprob, 2 entropy
+        ("top_n", "R", np.uint8),  # likeliest ids to report
+        ("allowed_row", "R", np.int32),  # row of `allowed`; -1 allows all ids
         ("out_token", "R", np.int64),
         ("out_logprob", "R", np.float32),
         ("out_temperature_logprob", "R", np.float32),
@@ -66,9 +82,45 @@ class StepArrays:
         self.columns["copies"] = np.zeros((max(limits.slots, 1), 2), np.int32)
         self.columns["ban_offset"] = np.zeros(limits.rows + 1, np.int32)
         self.columns["banned"] = np.zeros(max(limits.banned, 1), np.int32)
+        self.columns["adjust_offset"] = np.zeros(limits.rows + 1, np.int32)
+        self.columns["adjust"] = np.zeros(1, ADJUST)
+        self.columns["allowed"] = np.zeros((max(limits.slots, 1), 0), np.uint32)  # bits of the ids each slot allows
+        for name, dtype in (("out_top_id", np.int32), ("out_top_logprob", np.float32)):
+            self.columns[name] = np.zeros((limits.rows, TOP_MAX), dtype)
+        self.columns["allowed_row"][:] = -1
+        self.moved: list[str] = []
+        """columns that got new memory since a program last looked"""
 
     def __getitem__(self, name: str) -> Array:
         return self.columns[name]
+
+    def reserve_adjust(self, count: int) -> None:
+        """Make room for `count` adjustments over all rows. What was there is lost."""
+        if count > len(self["adjust"]):
+            self.columns["adjust"] = np.zeros(count * 5 // 4, ADJUST)
+            self.moved.append("adjust")
+
+    def reserve_allowed(self, words: int) -> None:
+        """Make room for `words` * 32 allowed ids per slot; nothing of it is spent before somebody asks."""
+        old = self["allowed"]
+        if words > old.shape[1]:
+            self.columns["allowed"] = np.zeros((old.shape[0], words), np.uint32)
+            self.columns["allowed"][:, : old.shape[1]] = old
+            self.moved.append("allowed")
+
+    def adjust_of(self, row: int) -> list[tuple[int, float, float, float]]:
+        """(id, bias, factor, subtract) of a logits row's changed logits."""
+        start, end = self["adjust_offset"][row : row + 2].tolist()
+        entries: list[tuple[int, float, float, float]] = self["adjust"][start:end].tolist()
+        return entries
+
+    def allowed_of(self, row: int) -> list[int] | None:
+        """Ids a logits row allows; None for all."""
+        at = int(self["allowed_row"][row])
+        if at < 0:
+            return None
+        ids: list[int] = np.unpackbits(self["allowed"][at].view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        return ids
 
     def banned_of(self, row: int) -> list[int]:
         """Banned ids of a logits row."""

@@ -32,6 +32,13 @@ struct Op {
   int32_t heads, kv_heads, head_dim, packed;
 };
 
+// What a request changes about the logit of one id: x + bias, by `factor` towards or away from 0, less `subtract`.
+struct Adjust {
+  int32_t id;
+  float bias, factor, subtract;
+};
+constexpr int TOP_MAX = 20;  // likeliest ids a row can report
+
 struct Step {
   int32_t num_tokens, num_rows;
   const int32_t* ids;
@@ -65,11 +72,19 @@ struct Step {
   const uint8_t* want;        // 1 model logprob, 2 entropy
   const int32_t* ban_offset;  // [R + 1] into banned
   const int32_t* banned;
+  const int32_t* adjust_offset;  // [R + 1] into adjust
+  const Adjust* adjust;          // one per id of a row
+  const int32_t* allowed_row;    // row of `allowed`; -1 allows all ids
+  const uint32_t* allowed;       // [slots][allowed_words], bit i % 32 of word i / 32; ids beyond are not allowed
+  int64_t allowed_words;
+  const uint8_t* top_n;          // how many of the likeliest ids to report
   int64_t* out_token;
   float* out_logprob;
   float* out_temperature_logprob;
   float* out_model_logprob;
   float* out_entropy;
+  int32_t* out_top_id;        // [R][TOP_MAX], of which top_n are written
+  float* out_top_logprob;
   uint8_t* out_nonfinite;
 };
 

@@ -40,11 +40,42 @@ inline bool scaled_row(const T* logits, int n, float inv, float* z, float& m) {
   return !bad && m < __builtin_inff() && m > low;
 }
 
-// Ids that do not take part drop to -inf; the maximum of the rest.
-inline float restrict_row(float* z, int limit, int padded, const int32_t* banned, int num_banned) {
+inline float adjusted(float x, const Adjust& a) {
+  x += a.bias;
+  x = x > 0.f ? x / a.factor : x * a.factor;
+  return x - a.subtract;
+}
+
+// Ids that a row's list does not allow drop to -inf.
+inline void keep_allowed(float* z, int padded, const uint32_t* words, int64_t num_words) {
+  for (int j = 0; j < padded; j += 32) {
+    uint32_t word = j / 32 < num_words ? words[j / 32] : 0;
+    for (uint32_t out = ~word; out; out &= out - 1) z[j + __builtin_ctz(out)] = -__builtin_inff();
+  }
+}
+
+// What a row asks to be other than the model's distribution.
+struct Changes {
+  const Adjust *adjust, *adjust_end;
+  const int32_t *banned, *banned_end;
+  const uint32_t* allowed;
+  int64_t allowed_words;
+  Changes(const Step& st, int r)
+      : adjust(st.adjust + st.adjust_offset[r]), adjust_end(st.adjust + st.adjust_offset[r + 1]),
+        banned(st.banned + st.ban_offset[r]), banned_end(st.banned + st.ban_offset[r + 1]),
+        allowed(st.allowed_row[r] < 0 ? nullptr : st.allowed + st.allowed_row[r] * st.allowed_words), allowed_words(st.allowed_words) {}
+  bool any() const { return adjust != adjust_end || banned != banned_end || allowed; }
+};
+
+// Logits change by their list; ids that do not take part drop to -inf; the maximum of the rest.
+template <class T>
+inline float change_row(const Changes& c, const T* logits, int n, float inv, float* z, int limit, int padded) {
   const float low = -__builtin_inff();
-  for (int i = 0; i < num_banned; i++)
-    if (banned[i] < padded) z[banned[i]] = low;
+  for (const Adjust* a = c.adjust; a < c.adjust_end; a++)
+    if (a->id < n) z[a->id] = adjusted(to_float(logits[a->id]), *a) * inv;
+  if (c.allowed) keep_allowed(z, padded, c.allowed, c.allowed_words);
+  for (const int32_t* id = c.banned; id < c.banned_end; id++)
+    if (*id < padded) z[*id] = low;
   for (int j = limit; j < padded; j++) z[j] = low;
   v16 mx = bc(low);
   for (int j = 0; j < padded; j += 16) mx = vmax(mx, load(z + j));
@@ -74,7 +105,7 @@ inline float entropy_of(const float* z, float m, int padded, uint64_t q) {
   return (float)(ln_mass(q) - (double)sum.total() / (double)q);
 }
 
-inline int pick(const float* z, float m, int limit, const uint64_t* blocks, uint64_t r) {
+inline int pick(const float* z, float m, const uint64_t* blocks, uint64_t r) {
   int b = 0;
   for (; r >= blocks[b]; b++) r -= blocks[b];
   int last = 0, end = (b + 1) * MASS_BLOCK;
@@ -101,17 +132,63 @@ struct RowOut {
     st.out_nonfinite[r] = 1;
     st.out_token[r] = token < 0 ? 0 : token;
     st.out_logprob[r] = st.out_temperature_logprob[r] = st.out_model_logprob[r] = st.out_entropy[r] = nan;
+    top_from(0);
+  }
+  // Reported ids from place `i` on: there are none.
+  void top_from(int i) const {
+    for (; i < st.top_n[r]; i++) {
+      st.out_top_id[r * TOP_MAX + i] = -1;
+      st.out_top_logprob[r * TOP_MAX + i] = -__builtin_inff();
+    }
   }
   bool truncated(int limit) const { return (st.top_k[r] > 0 && st.top_k[r] < limit) || st.top_p[r] < 1.0 || st.min_p[r] > 0.f; }
 };
 
 inline float logprob_of(float z, float m, double ln) { return (float)(((double)z - (double)m) - ln + 0.0); }  // a zero is +0
 
+struct Rank {
+  float z;
+  int id;
+};
+
+// The first k ranks among ids with a finite z; how many there are.
+inline int top_ranks(const float* z, int padded, int k, Rank* top) {
+  int count = 0;
+  float floor = -3.4028234663852886e38f;
+  for (int j = 0; j < padded; j += 16) {
+    for (unsigned mask = at_least_mask(load(z + j), bc(floor)); mask; mask &= mask - 1) {
+      int id = j + __builtin_ctz(mask), at = count;
+      if (count < k)
+        count++;
+      else if (z[id] > top[k - 1].z)  // of equals, the first come ranks first
+        at = k - 1;
+      else
+        continue;
+      for (; at > 0 && top[at - 1].z < z[id]; at--) top[at] = top[at - 1];
+      top[at] = {z[id], id};
+      if (count == k) floor = top[k - 1].z;
+    }
+  }
+  return count;
+}
+
+inline void report_top(const RowOut& out, const float* z, float m, int padded, const Kept& kept, double ln) {
+  Rank top[TOP_MAX];
+  const Step& st = out.st;
+  int found = top_ranks(z, padded, st.top_n[out.r], top), place = 0;
+  for (int i = 0; i < found; i++) {
+    if (!kept.holds(top[i].z, exp_of(top[i].z - m), top[i].id)) continue;
+    st.out_top_id[out.r * TOP_MAX + place] = top[i].id;
+    st.out_top_logprob[out.r * TOP_MAX + place++] = logprob_of(top[i].z, m, ln);
+  }
+  out.top_from(place);
+}
+
 // Draw by inverse CDF over the ids in order.
-inline int64_t draw_token(const Step& st, int r, const float* z, float m, int limit, const uint64_t* blocks, uint64_t mass, bool truncated) {
+inline int64_t draw_token(const Step& st, int r, const float* z, float m, const uint64_t* blocks, uint64_t mass, bool truncated) {
   uint64_t random = draw64(st.seed[r], st.sample_index[r], st.row_position[r]);
   uint64_t at = (uint64_t)(((unsigned __int128)random * mass) >> 64);
-  if (!truncated) return pick(z, m, limit, blocks, at);
+  if (!truncated) return pick(z, m, blocks, at);
   for (const Candidate& c : candidates) {
     if (at < c.q) return c.id;
     at -= c.q;
@@ -125,8 +202,7 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
   scratch.reset((size_t)padded * 4 + padded / MASS_BLOCK * 8 + 512);
   float* z = scratch.take<float>(padded);
   uint64_t* blocks = scratch.take<uint64_t>(padded / MASS_BLOCK);
-  const int32_t* banned = st.banned + st.ban_offset[r];
-  int num_banned = st.ban_offset[r + 1] - st.ban_offset[r];
+  const Changes changes(st, r);
   double temperature = st.temperature[r];
   bool greedy = temperature == 0.0, want_model = st.want[r] & 1, want_entropy = st.want[r] & 2;
   float m, whole_m, inv = greedy ? 1.f : (float)(1.0 / temperature), nan = __builtin_nanf("");
@@ -136,26 +212,27 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
   m = whole_m;
   uint64_t whole = greedy && !want_model ? 0 : total_mass(z, m, padded, blocks), mass = whole;
   float entropy = want_entropy ? (greedy ? 0.f : entropy_of(z, m, padded, whole)) : nan;
-  if (num_banned || limit < n) {
-    m = restrict_row(z, limit, padded, banned, num_banned);
-    if (m == -__builtin_inff()) return out.fail(token);
+  if (changes.any() || limit < n) {
+    m = change_row(changes, logits, n, inv, z, limit, padded);
+    if (!__builtin_isfinite(m)) return out.fail(token);
     if (!greedy) mass = total_mass(z, m, padded, blocks);
   }
+  Kept kept;
   if (greedy) {
     int best = 0;
     while (z[best] != m) best++;
     if (token < 0) token = best;
     st.out_logprob[r] = st.out_temperature_logprob[r] = token == best ? 0.f : -__builtin_inff();
   } else {
-    Kept kept;
     bool truncated = out.truncated(limit);
     if (truncated) mass = truncate(z, m, limit, padded, st.top_k[r], st.top_p[r], st.min_p[r], mass, kept);
-    if (token < 0) token = draw_token(st, r, z, m, limit, blocks, mass, truncated);
+    if (token < 0) token = draw_token(st, r, z, m, blocks, mass, truncated);
     bool in = z[token] > -__builtin_inff() && (!truncated || kept.holds(z[token], exp_of(z[token] - m), (int)token));
     st.out_logprob[r] = in ? logprob_of(z[token], m, ln_mass(mass)) : -__builtin_inff();
     float zt = to_float(logits[token]) * inv;
     st.out_temperature_logprob[r] = logprob_of(zt, whole_m, ln_mass(whole));
   }
+  if (st.top_n[r]) report_top(out, z, m, padded, kept, ln_mass(greedy ? total_mass(z, m, padded, nullptr) : mass));
   st.out_nonfinite[r] = 0;
   st.out_token[r] = token;
   st.out_entropy[r] = entropy;

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.step import StepArrays
+from ...kernels.step import StepArrays, allowed_words
 from ..errors import describe
+from .adjust import Adjustments
 from .types import SlotInit, StepPlan
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,15 @@ LONG_KEYS = 4096
 
 
 class Slots:
-    """What the runner keeps per slot while a sequence runs: its block table and how to sample its rows."""
+    """What the runner keeps per slot while a sequence runs: its block table and how to sample its rows.
 
-    def __init__(self, num_slots: int, tables: Array) -> None:
-        self.tables = tables
+    `arrays` hold the tables and the ids that slots allow; both are written in place.
+    """
+
+    def __init__(self, arrays: StepArrays) -> None:
+        num_slots = arrays.limits.slots
+        self._arrays = arrays
+        self.tables = arrays["tables"]
         self.temperature = np.ones(num_slots, np.float64)
         self.top_p = np.ones(num_slots, np.float64)
         self.min_p = np.zeros(num_slots, np.float32)
@@ -41,6 +47,13 @@ class Slots:
         self.want = np.zeros(num_slots, np.uint8)
         self.banned_until = np.zeros(num_slots, np.int64)
         self.banned: list[tuple[int, ...]] = [()] * num_slots
+        self.prompt_tokens = np.zeros(num_slots, np.int64)
+        self.top_n = np.zeros(num_slots, np.uint8)
+        self.restricted = np.zeros(num_slots, np.bool_)
+        """whether the slot's row of `allowed` counts"""
+        self.adjusting: dict[int, Adjustments] = {}
+        self.special = np.zeros(num_slots, np.bool_)
+        """whether any of the last three applies"""
         self.faults: dict[int, str] = {}
         """slots that could not be set up, with the words of the exception; their rows are drawn greedily and mean nothing"""
 
@@ -63,11 +76,25 @@ class Slots:
         self.top_k[s], self.seed[s], self.sample_index[s] = init.top_k, init.seed, init.sample_index
         self.want[s] = init.want_model_logprobs | init.want_entropy << 1
         self.banned[s], self.banned_until[s] = init.banned_ids, init.banned_until if init.banned_ids else 0
+        self.prompt_tokens[s], self.top_n[s] = init.prompt_tokens, init.top_logprobs
+        self.adjusting.pop(s, None)
+        if Adjustments.wanted(init):
+            self.adjusting[s] = Adjustments(init)
+        self.restricted[s] = init.allowed_token_ids is not None
+        if init.allowed_token_ids is not None:
+            words = allowed_words(init.allowed_token_ids)
+            self._arrays.reserve_allowed(len(words))
+            row = self._arrays["allowed"][s]
+            row[:] = 0
+            row[: len(words)] = words
+        self.special[s] = s in self.adjusting or self.restricted[s] or init.top_logprobs > 0
 
     def _clear(self, slot: int) -> None:
         """Columns that any row can be drawn with."""
         self.temperature[slot], self.top_p[slot], self.min_p[slot], self.top_k[slot] = 0.0, 1.0, 0.0, 0
         self.want[slot], self.banned[slot], self.banned_until[slot] = 0, (), 0
+        self.top_n[slot], self.restricted[slot], self.special[slot] = 0, False, False
+        self.adjusting.pop(slot, None)
 
     def faulty_rows(self, row_slot: list[int]) -> list[tuple[int, str]]:
         """(row, words) of the rows of slots that could not be set up."""
@@ -128,6 +155,8 @@ class BatchBuilder:
         self._decoded: list[int] | None = None
         """slots of the last step, in the plan's order, if all it did was draw one token for each"""
         self._order: Array = np.zeros(0, np.int64)
+        self._adjusts = False
+        """whether a row of the last step has adjustments"""
 
     def build(self, plan: StepPlan) -> None:
         """Write one step. The plan's slots must have been applied."""
@@ -158,6 +187,8 @@ class BatchBuilder:
         runs[:, 2] = self._slots.tables[columns["token_slot"][:T], starts // self._block_tokens]
         runs[:, 3] = starts % self._block_tokens
         items[:, 3] = np.maximum.reduceat(keys, items[:, 0])
+        if self._adjusts:
+            self._adjust(plan, columns["row_position"][:T].tolist())
 
     def _build(self, plan: StepPlan) -> None:
         a, columns = self._arrays, self._arrays.columns
@@ -228,6 +259,7 @@ class BatchBuilder:
         columns["forced"][:R] = plan.row_forced
         for name in ("temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "want"):
             columns[name][:R] = getattr(s, name)[slot]
+        self._changes(plan, slot, position)
         bans = position < s.banned_until[slot]
         if not bans.any():
             columns["ban_offset"][: R + 1] = 0
@@ -239,3 +271,42 @@ class BatchBuilder:
             raise ValueError(f"a step bans {len(flat)} ids; the arrays hold {len(columns['banned'])}")
         columns["banned"][: len(flat)] = flat
         return True
+
+    def _changes(self, plan: StepPlan, slot: Array, position: Array) -> None:
+        """What rows change about their logits, and whether they report more than one token. Rows within a prompt do neither."""
+        columns, s, R = self._arrays.columns, self._slots, len(slot)
+        self._adjusts = False
+        if not s.special[slot].any():
+            columns["top_n"][:R], columns["allowed_row"][:R], columns["adjust_offset"][: R + 1] = 0, -1, 0
+            return
+        output = position >= s.prompt_tokens[slot]
+        columns["top_n"][:R] = np.where(output, s.top_n[slot], 0)
+        columns["allowed_row"][:R] = np.where(output & s.restricted[slot], slot, -1)
+        self._adjusts = any(i in s.adjusting for i in plan.row_slot)
+        if self._adjusts:
+            self._adjust(plan, position.tolist())
+        else:
+            columns["adjust_offset"][: R + 1] = 0
+
+    def _adjust(self, plan: StepPlan, positions: list[int]) -> None:
+        """Rows' lists of changed logits, brought up to what this step feeds."""
+        a, adjusting = self._arrays, self._slots.adjusting
+        first = 0
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            if slot in adjusting:
+                adjusting[slot].feed(start, plan.token_ids[first : first + count])
+            first += count
+        lists: list[Array] = []
+        lengths = [0]
+        for slot, position in zip(plan.row_slot, positions, strict=True):
+            found = adjusting.get(slot)
+            if found is not None and position >= found.first_position:
+                lists.append(found.at(position).copy())
+                lengths.append(len(lists[-1]))
+            else:
+                lengths.append(0)
+        offsets = np.cumsum(lengths)
+        a["adjust_offset"][: len(offsets)] = offsets
+        a.reserve_adjust(int(offsets[-1]))
+        if lists:
+            np.concatenate(lists, out=a["adjust"][: offsets[-1]])

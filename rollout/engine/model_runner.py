@@ -126,7 +126,7 @@ class ModelRunner:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         assert config.max_model_len and config.cache.num_blocks and config.numerics.threads
         self._arrays = self._make_arrays(config)
-        self._slots = Slots(config.scheduler.max_num_seqs, self._arrays["tables"])
+        self._slots = Slots(self._arrays)
         self._batch = BatchBuilder(
             self._arrays,
             self._slots,
@@ -238,6 +238,7 @@ class ModelRunner:
         self._program.run()
         a, R = self._arrays, self._arrays.num_rows
         nonfinite = a["out_nonfinite"][:R]
+        top_ids, top_logprobs = self._top(R)
         return StepResult(
             step=plan.step,
             version=self.version,
@@ -246,9 +247,23 @@ class ModelRunner:
             temperature_logprobs=a["out_temperature_logprob"][:R].tolist(),
             model_logprobs=a["out_model_logprob"][:R].tolist(),
             entropy=a["out_entropy"][:R].tolist(),
+            top_token_ids=top_ids,
+            top_logprobs=top_logprobs,
             nonfinite=nonfinite.nonzero()[0].tolist() if nonfinite.any() else [],
             faults=self._slots.faulty_rows(plan.row_slot),
         )
+
+    def _top(self, num_rows: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The likeliest ids of each row and their logprobs, as many as it asked for; nothing if none asked."""
+        a = self._arrays
+        counts = a["top_n"][:num_rows]
+        if not counts.any():
+            return [], []
+        found = []
+        for name in ("out_top_id", "out_top_logprob"):
+            values = a[name]
+            found.append([values[r, :count].tolist() if count else [] for r, count in enumerate(counts.tolist())])
+        return found[0], found[1]
 
     def close(self) -> None:
         """Free the KV pool, the weights and the buffers. Nothing runs after this."""

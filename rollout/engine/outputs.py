@@ -48,6 +48,9 @@ def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
         output.model_logprobs = columns.model[start:]
     if request.wants_entropy:
         output.entropy = columns.entropy[start:]
+    if request.wants_top:
+        output.top_token_ids = columns.top_ids[start:]
+        output.top_logprobs = columns.top_logprobs[start:]
     if end is not None:
         if request.prompt_logprobs is not None and len(request.prompt_logprobs) == prompt_tokens:
             output.prompt_logprobs = list(request.prompt_logprobs)

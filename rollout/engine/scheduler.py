@@ -211,6 +211,9 @@ class Scheduler(Planner):
                 columns.model.append(result.model_logprobs[row])
             if request.wants_entropy:
                 columns.entropy.append(result.entropy[row])
+            if request.wants_top:
+                columns.top_ids.append(result.top_token_ids[row])
+                columns.top_logprobs.append(result.top_logprobs[row])
 
     def _draw(self, seq: Sequence, row: int, result: StepResult, outputs: list[SampleOutput]) -> None:
         """Take a sampled token in; end the sample if it says so."""

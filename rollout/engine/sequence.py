@@ -58,12 +58,24 @@ def check_request(spec: RolloutRequest, info: RunnerInfo) -> None:
     check_ids("prompt_token_ids", spec.prompt_token_ids, info.embed_size, "ids the model can be fed")
     check_ids("continue_from", spec.continue_from, info.embed_size, "ids the model can be fed")
     check_ids("forced_token_ids", spec.forced_token_ids, info.embed_size, "ids the model can be fed")
-    check_ids("stop_token_ids", spec.params.stop_token_ids, info.vocab_size, "ids the model can sample")
+    params = spec.params
+    check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size, "ids the model can sample")
+    check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size, "ids the model can sample")
+    if params.logit_bias and params.logit_bias[-1][0] >= info.vocab_size:
+        raise BadRequest(
+            f"logit_bias names id {params.logit_bias[-1][0]}; ids the model can sample are 0 to {info.vocab_size - 1}", field="logit_bias"
+        )
     banned = {*spec.params.stop_token_ids, *(() if spec.params.ignore_eos else info.eos_token_ids)}
     if spec.params.min_tokens and len(banned) > MAX_BANNED_IDS:
         raise BadRequest(
             f"stop_token_ids with min_tokens may name at most {MAX_BANNED_IDS} ids, the model's EOS ids included; got {len(banned)}",
             field="stop_token_ids",
+        )
+    if params.min_tokens and params.allowed_token_ids is not None and banned.issuperset(params.allowed_token_ids):
+        raise BadRequest(
+            "allowed_token_ids must hold an id that does not end the sample (an EOS id or one of stop_token_ids): min_tokens = "
+            f"{params.min_tokens} leaves nothing to sample",
+            field="allowed_token_ids",
         )
     prompt_tokens = len(spec.prompt_token_ids)
     new = 0 if spec.params.max_tokens == 0 else 1
@@ -107,6 +119,7 @@ class Request:
         "wants_entropy",
         "wants_model",
         "wants_temperature",
+        "wants_top",
     )
 
     def __init__(self, spec: RolloutRequest, info: RunnerInfo, seed: int, make_matcher: StopMatcherFactory | None) -> None:
@@ -125,7 +138,8 @@ class Request:
         self.wants_temperature = "temperature_logprobs" in spec.include
         self.wants_model = "model_logprobs" in spec.include
         self.wants_entropy = "entropy" in spec.include
-        self.wants_columns = self.wants_temperature or self.wants_model or self.wants_entropy
+        self.wants_top = params.top_logprobs > 0
+        self.wants_columns = self.wants_temperature or self.wants_model or self.wants_entropy or self.wants_top
         self.prompt_logprobs: list[float | None] | None = [None] if "prompt_logprobs" in spec.include else None
         self.live = params.n
         self.pending = params.n
@@ -190,13 +204,15 @@ class Request:
 class Columns:
     """Values per output token, parallel lists; and which weight version made which tokens."""
 
-    __slots__ = ("entropy", "logprobs", "model", "spans", "temperature", "version")
+    __slots__ = ("entropy", "logprobs", "model", "spans", "temperature", "top_ids", "top_logprobs", "version")
 
     def __init__(self) -> None:
         self.logprobs: list[float] = []
         self.temperature: list[float] = []
         self.model: list[float] = []
         self.entropy: list[float] = []
+        self.top_ids: list[list[int]] = []
+        self.top_logprobs: list[list[float]] = []
         self.spans: list[tuple[int, int, bool]] = []
         """(version, first output token, made on a KV cache of mixed versions)"""
         self.version = -1
@@ -208,6 +224,8 @@ class Columns:
         new.temperature = self.temperature.copy()
         new.model = self.model.copy()
         new.entropy = self.entropy.copy()
+        new.top_ids = self.top_ids.copy()
+        new.top_logprobs = self.top_logprobs.copy()
         new.spans = self.spans.copy()
         new.version = self.version
         return new
@@ -318,4 +336,12 @@ class Sequence:
             want_entropy=request.wants_entropy,
             banned_ids=request.banned_ids,
             banned_until=request.banned_until,
+            prompt_tokens=len(request.prompt),
+            top_logprobs=params.top_logprobs,
+            logit_bias=params.logit_bias,
+            allowed_token_ids=params.allowed_token_ids,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            history=tuple(self.tokens) if params.penalised else (),
         )

@@ -6,6 +6,7 @@ Everything here is plain Python (no tensors) and survives msgpack, so a runner o
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,20 +14,30 @@ from ..errors import BadRequest
 
 INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
 MAX_SAMPLES = 4096
+MAX_TOP_LOGPROBS = 20
 U64 = 1 << 64
+
+
+def show(value: Any) -> str:
+    """What came, for an error message, at most 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of thousands of digits
+        text = f"an int of {value.bit_length()} bits"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
     """A float in [low, high] (finite bounds, so NaN and infinities fail), or BadRequest naming `name`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise BadRequest(f"{name} must be {allowed}, got {value!r}", field=name)
+        raise BadRequest(f"{name} must be {allowed}, got {show(value)}", field=name.partition("[")[0])
     return float(value)
 
 
 def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
     """An int in [low, high], or BadRequest naming `name`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadRequest(f"{name} must be {allowed}, got {value!r}", field=name)
+        raise BadRequest(f"{name} must be {allowed}, got {show(value)}", field=name)
     return value
 
 
@@ -39,8 +50,32 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         ids = tuple(operator.index(v) if hasattr(v, "__index__") and not isinstance(v, bool) else v for v in ids)
     for i, v in enumerate(ids):
         if isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 31:
-            raise BadRequest(f"{name}[{i}] must be a token id (an int in [0, 2**31)), got {v!r}", field=name)
+            raise BadRequest(f"{name}[{i}] must be a token id (an int in [0, 2**31)), got {show(v)}", field=name)
     return ids
+
+
+def _key(value: Any) -> int:
+    """A token id as JSON or Python writes a mapping's key; -1 if it is none."""
+    if isinstance(value, str):
+        return int(value) if value.isascii() and value.isdigit() and len(value) <= 10 else -1
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return -1
+    return operator.index(value)
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """A mapping of ids to biases as pairs, ids ascending (that form is taken too: it is what the field holds)."""
+    pairs: Iterable[Any] = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping | tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise BadRequest(f"logit_bias must be an object of token ids and biases, got {type(value).__name__}", field="logit_bias")
+    found: dict[int, float] = {}
+    for key, bias in pairs:
+        token = _key(key)
+        if not 0 <= token < 1 << 31 or token in found:
+            again = " (twice)" if token in found else ""
+            raise BadRequest(f"logit_bias keys must be distinct token ids (ints in [0, 2**31)), got {show(key)}{again}", field="logit_bias")
+        found[token] = _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number in [-100, 100]")
+    return tuple(sorted(found.items()))
 
 
 def is_utf8(text: str) -> bool:
@@ -61,8 +96,11 @@ def _text(name: str, value: str) -> None:
 class SamplingParams:
     """How to choose tokens. The defaults are plain sampling: temperature 1, nothing truncated.
 
-    Truncation keeps ids by rank (logit descending, id ascending on ties), in this order: top_k, then top_p of what top_k
-    left, then min_p; `logprobs` are those of the renormalised rest.
+    A row's logits are changed in this order: `logit_bias`; `repetition_penalty`; `frequency_penalty` and `presence_penalty`; ids that
+    may not be drawn (`allowed_token_ids`, `min_tokens`) drop out; temperature. Then truncation keeps ids by rank (logit descending, id
+    ascending on ties): top_k, then top_p of what top_k left, then min_p. `logprobs` are those of the renormalised rest.
+
+    Penalties at a position look at the tokens before it. Output tokens that were given (continue_from, forced_token_ids) count as output.
     """
 
     n: int = 1
@@ -79,10 +117,25 @@ class SamplingParams:
     """keep this many likeliest ids; 0 keeps all"""
     min_p: float = 0.0
     """drop ids less likely than this fraction of the likeliest; [0, 1]"""
+    repetition_penalty: float = 1.0
+    """logits of ids in the prompt or the output so far are divided by this if positive, else multiplied; [0.01, 100]"""
+    presence_penalty: float = 0.0
+    """taken off the logits of ids in the output so far; [-2, 2]"""
+    frequency_penalty: float = 0.0
+    """taken off the logit of an id once for each time it is in the output so far; [-2, 2]"""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """added to the logits of ids: a mapping of ids (ints, or decimal strings as JSON has them) to numbers in [-100, 100]"""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """the only ids that may be drawn, EOS ids too; None allows all"""
+    top_logprobs: int = 0
+    """report this many of the likeliest ids at each output token, with their logprobs, from the distribution drawn from (temperature 0:
+    from the one at temperature 1, nothing truncated); 0 to 20"""
     seed: int | None = None
     """key of the random stream, [0, 2**64); None draws one from the engine's entropy, and the output reports it"""
     stop: tuple[str, ...] = ()
     """strings that end a sample once its text contains one"""
+    include_stop_str_in_output: bool = False
+    """whether the text goes on to the end of the stop string, or ends before it; token ids are never cut"""
     stop_token_ids: tuple[int, ...] = ()
     """ids that end a sample besides the model's EOS ids; kept as its last token"""
     ignore_eos: bool = False
@@ -97,8 +150,8 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", field="min_tokens")
         put(self, "temperature", _number("temperature", self.temperature, 0.0, 1e6, "a finite number in [0, 1e6]"))
-        if 0.0 < self.temperature < 1e-6:
-            raise BadRequest(f"temperature must be 0 (greedy) or at least 1e-6, got {self.temperature!r}", field="temperature")
+        if 0.0 < self.temperature < 1e-8:
+            raise BadRequest(f"temperature must be 0 (greedy) or at least 1e-8, got {self.temperature!r}", field="temperature")
         put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]"))
         if self.top_p == 0.0:
             raise BadRequest("top_p must be a number in (0, 1], got 0.0 (use temperature 0 for greedy)", field="top_p")
@@ -113,12 +166,34 @@ class SamplingParams:
             _text("stop", s)
         put(self, "stop", stop)
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise BadRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", field="ignore_eos")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"{name} must be true or false, got {show(getattr(self, name))}", field=name)
+        self._check_logit_changes()
+
+    def _check_logit_changes(self) -> None:
+        put = object.__setattr__
+        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "a number in [0.01, 100]"))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(self, name, _number(name, getattr(self, name), -2.0, 2.0, "a number in [-2, 2]"))
+        put(self, "logit_bias", () if self.logit_bias is None else _bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise BadRequest("allowed_token_ids must hold at least one id, or be null for all; got none", field="allowed_token_ids")
+        _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS, f"an int in [0, {MAX_TOP_LOGPROBS}]")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def to_wire(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, msgpack-able; `from_wire` is its inverse."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        """The fields that differ from their defaults, fit for msgpack and JSON; `from_wire` is its inverse."""
+        wire = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.logit_bias:
+            wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+        return wire
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> SamplingParams:
@@ -216,6 +291,11 @@ class SampleOutput:
     """log_softmax(logits), temperature 1"""
     entropy: list[float] | None = None
     """of softmax(logits / temperature), in nats"""
+    top_token_ids: list[list[int]] | None = None
+    """with `top_logprobs`, per token: the `SamplingParams.top_logprobs` likeliest ids at its place, likeliest first, ties to the lower id.
+    The token itself need not be among them; where fewer ids can be drawn, -1 and -inf fill up"""
+    top_logprobs: list[list[float]] | None = None
+    """their log-probabilities, as `logprobs` counts them"""
     prompt_logprobs: list[float | None] | None = None
     """model log-probability of each prompt token given those before it; None for the first"""
     finish_reason: str | None = None
@@ -256,6 +336,16 @@ class SlotInit:
     banned_ids: tuple[int, ...] = ()
     """ids not to sample while a row's position is below `banned_until` (EOS and stop ids under min_tokens)"""
     banned_until: int = 0
+    prompt_tokens: int = 0
+    """length of the prompt: from this position on rows are output, which alone the fields below concern"""
+    top_logprobs: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    history: tuple[int, ...] = ()
+    """the tokens so far, prompt included, if a penalty is on; those fed beyond them are taken from the plans"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -303,6 +393,9 @@ class StepResult:
     model_logprobs: list[float]
     """NaN for a row whose slot did not ask for it; so is `entropy`"""
     entropy: list[float]
+    top_token_ids: list[list[int]] = field(default_factory=list)
+    """per row as many ids as its slot asked for (see SampleOutput); empty if no row asks"""
+    top_logprobs: list[list[float]] = field(default_factory=list)
     nonfinite: list[int] = field(default_factory=list)
     """indices of rows whose logits held NaN or +inf; their other values mean nothing"""
     faults: list[tuple[int, str]] = field(default_factory=list)

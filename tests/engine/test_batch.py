@@ -25,7 +25,7 @@ class Builder:
     def __init__(self, *, block_tokens: int, max_tokens: int = 64, slots: int = 16, rep: int = 3, threads: int = 2) -> None:
         rows, table_blocks = 256 + slots, 256 // block_tokens
         self.arrays = StepArrays(StepLimits(tokens=max_tokens, rows=rows, slots=slots, table_blocks=table_blocks, banned=64 * rows))
-        self.slots = Slots(slots, self.arrays["tables"])
+        self.slots = Slots(self.arrays)
         self.block_tokens, self.rep = block_tokens, rep
         self.batch = BatchBuilder(self.arrays, self.slots, block_tokens=block_tokens, heads_per_kv=rep, kv_heads=3, threads=threads)
 
@@ -33,7 +33,7 @@ class Builder:
         if plan.step % 3 == 0:  # a step built from nothing owes nothing to what an earlier one left; others may go on from the last
             self.batch._decoded = None
             for name, column in self.arrays.columns.items():
-                if name not in ("tables", "first_key", "ban_offset"):
+                if name not in ("tables", "first_key", "ban_offset", "adjust_offset", "adjust", "allowed"):
                     column[...] = 77
         self.slots.apply(plan)
         self.batch.build(plan)
