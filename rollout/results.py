@@ -35,6 +35,8 @@ class Sample:
     temperature_logprobs: list[float] | None = None
     model_logprobs: list[float] | None = None
     entropy: list[float] | None = None
+    top_token_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
     prompt_logprobs: list[float | None] | None = None
 
 

@@ -1,6 +1,6 @@
 """What goes over a wire, in one place: arrays as raw bytes, errors as dicts. Plain Python, no numpy.
 
-An array is {"dtype": "<i4", "shape": [n], "data": bytes}, little-endian, so a float32 keeps its bits.
+An array is {"dtype": "<i4", "shape": [n], "data": bytes}, little-endian, so a float32 keeps its bits; a table has "shape": [rows, width].
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ COLUMNS = {
     "temperature_logprobs": "<f4",
     "model_logprobs": "<f4",
     "entropy": "<f4",
+    "top_token_ids": "<i4",
+    "top_logprobs": "<f4",
     "prompt_logprobs": "<f4",
 }
 """the columns of a sample that travel as arrays; NaN in `prompt_logprobs` stands for null (the first token has none)"""
+TABLES = ("top_token_ids", "top_logprobs")
+"""those that hold several values per token"""
 
 
-def pack_array(dtype: str, values: Sequence[int | float | None]) -> dict[str, Any]:
-    """`values` as a wire array; None becomes NaN (float dtypes only)."""
+def pack_array(dtype: str, values: Sequence[Any]) -> dict[str, Any]:
+    """`values` (numbers, or lists of numbers of one length) as a wire array; None becomes NaN (float dtypes only)."""
+    if values and isinstance(values[0], list):
+        flat = pack_array(dtype, [v for row in values for v in row])
+        return {**flat, "shape": [len(values), len(values[0])]}
     column: array[Any] = array(_TYPECODES[dtype], [math.nan if v is None else v for v in values] if None in values else values)
     if sys.byteorder == "big":
         column.byteswap()
@@ -42,7 +49,7 @@ def is_array(value: Any) -> bool:
 
 
 def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
-    """The values of a one-dimensional wire array; NaN becomes None. BadRequest names `name` if it is malformed."""
+    """The values of a wire array, a table's as lists; NaN becomes None. BadRequest names `name` if it is malformed."""
     dtype, shape, data = value["dtype"], value["shape"], value["data"]
     code = _TYPECODES.get(dtype) if isinstance(dtype, str) else None
     if code is None:
@@ -50,14 +57,18 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
     if not isinstance(data, bytes):
         raise BadRequest(f"{name}.data must be raw bytes, got {type(data).__name__}", field=f"{name}.data")
     column = array(code)
-    if shape != [len(data) // column.itemsize] or len(data) % column.itemsize:
+    count = len(data) // column.itemsize
+    is_table = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
+    is_table = is_table and shape[0] >= 0 < shape[1] and shape[0] * shape[1] == count
+    if not (is_table or shape == [count]) or len(data) % column.itemsize:
         length = len(data) / column.itemsize
         raise BadRequest(f"{name}.shape must be [{length:g}] for {len(data)} bytes of {dtype}, got {shape!r}", field=f"{name}.shape")
     column.frombytes(data)
     if sys.byteorder == "big":
         column.byteswap()
     values: list[Any] = column.tolist()
-    return [None if v != v else v for v in values] if code in "fd" else values
+    values = [None if v != v else v for v in values] if code in "fd" else values
+    return [values[i : i + shape[1]] for i in range(0, count, shape[1])] if is_table else values
 
 
 def slice_array(value: dict[str, Any], start: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import BadRequest, IllegalState, RollsyncError, describe
+from ..models.detokenizer import end_at_stop
 from .outputs import bare_output
 from .types import RolloutRequest, SampleOutput, SamplingParams
 
@@ -39,12 +40,18 @@ class RolloutOutput:
     """in sample order"""
     tokenizer_source: Engine | Tokenizer | None = field(default=None, repr=False, compare=False)
     """the engine (or tokenizer) that `texts` decodes with"""
+    include_stop_str: bool = field(default=False, repr=False)
+    """whether `texts` keep the stop string that ended a sample"""
 
     @property
     def texts(self) -> list[str]:
         """The samples as text, decoded now."""
         tokenizer: Any = getattr(self.tokenizer_source, "tokenizer", self.tokenizer_source)
-        return [tokenizer.decode(sample.token_ids) for sample in self.samples]
+        return [self._text(tokenizer, sample.token_ids, sample.stop_reason) for sample in self.samples]
+
+    def _text(self, tokenizer: Any, ids: list[int], stop: int | str | None) -> str:
+        text: str = tokenizer.decode(ids)
+        return end_at_stop(text, tokenizer.decode(ids[:-1]), stop, include=self.include_stop_str) if isinstance(stop, str) else text
 
 
 class _Progress:
@@ -208,5 +215,9 @@ def generate(
     for found in samples.values():
         found.sort(key=lambda output: output.sample_index)
     return [
-        RolloutOutput(prompt_token_ids=list(r.prompt_token_ids), samples=samples[r.request_id], tokenizer_source=engine) for r in requests
+        RolloutOutput(
+            prompt_token_ids=list(r.prompt_token_ids), samples=samples[r.request_id], tokenizer_source=engine,
+            include_stop_str=r.params.include_stop_str_in_output,
+        )
+        for r in requests
     ]

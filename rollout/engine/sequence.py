@@ -61,10 +61,9 @@ def check_request(spec: RolloutRequest, info: RunnerInfo) -> None:
     params = spec.params
     check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size, "ids the model can sample")
     check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size, "ids the model can sample")
-    if params.logit_bias and params.logit_bias[-1][0] >= info.vocab_size:
-        raise BadRequest(
-            f"logit_bias names id {params.logit_bias[-1][0]}; ids the model can sample are 0 to {info.vocab_size - 1}", field="logit_bias"
-        )
+    beyond = next((token for token in params.logit_bias if token >= info.vocab_size), None)
+    if beyond is not None:
+        raise BadRequest(f"logit_bias[{beyond}]: ids the model can sample are 0 to {info.vocab_size - 1}", field="logit_bias")
     banned = {*spec.params.stop_token_ids, *(() if spec.params.ignore_eos else info.eos_token_ids)}
     if spec.params.min_tokens and len(banned) > MAX_BANNED_IDS:
         raise BadRequest(
@@ -338,7 +337,7 @@ class Sequence:
             banned_until=request.banned_until,
             prompt_tokens=len(request.prompt),
             top_logprobs=params.top_logprobs,
-            logit_bias=params.logit_bias,
+            logit_bias=tuple(params.logit_bias.items()),
             allowed_token_ids=params.allowed_token_ids,
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,

@@ -6,7 +6,7 @@ Everything here is plain Python (no tensors) and survives msgpack, so a runner o
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -63,19 +63,18 @@ def _key(value: Any) -> int:
     return operator.index(value)
 
 
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """A mapping of ids to biases as pairs, ids ascending (that form is taken too: it is what the field holds)."""
-    pairs: Iterable[Any] = value.items() if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+def _bias(value: Any) -> dict[int, float]:
+    """Biases by id, ids ascending."""
+    if not isinstance(value, Mapping):
         raise BadRequest(f"logit_bias must be an object of token ids and biases, got {type(value).__name__}", field="logit_bias")
     found: dict[int, float] = {}
-    for key, bias in pairs:
+    for key, bias in value.items():
         token = _key(key)
         if not 0 <= token < 1 << 31 or token in found:
             again = " (twice)" if token in found else ""
             raise BadRequest(f"logit_bias keys must be distinct token ids (ints in [0, 2**31)), got {show(key)}{again}", field="logit_bias")
         found[token] = _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number in [-100, 100]")
-    return tuple(sorted(found.items()))
+    return dict(sorted(found.items()))
 
 
 def is_utf8(text: str) -> bool:
@@ -123,8 +122,8 @@ class SamplingParams:
     """taken off the logits of ids in the output so far; [-2, 2]"""
     frequency_penalty: float = 0.0
     """taken off the logit of an id once for each time it is in the output so far; [-2, 2]"""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """added to the logits of ids: a mapping of ids (ints, or decimal strings as JSON has them) to numbers in [-100, 100]"""
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
+    """added to the logits of ids; keys are ids (ints, or decimal strings as JSON has them), values numbers in [-100, 100]"""
     allowed_token_ids: tuple[int, ...] | None = None
     """the only ids that may be drawn, EOS ids too; None allows all"""
     top_logprobs: int = 0
@@ -176,7 +175,7 @@ class SamplingParams:
         put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "a number in [0.01, 100]"))
         for name in ("presence_penalty", "frequency_penalty"):
             put(self, name, _number(name, getattr(self, name), -2.0, 2.0, "a number in [-2, 2]"))
-        put(self, "logit_bias", () if self.logit_bias is None else _bias(self.logit_bias))
+        put(self, "logit_bias", _bias({} if self.logit_bias is None else self.logit_bias))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -190,9 +189,9 @@ class SamplingParams:
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, fit for msgpack and JSON; `from_wire` is its inverse."""
-        wire = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        wire = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default and f.name != "logit_bias"}
         if self.logit_bias:
-            wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+            wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         return wire
 
     @classmethod

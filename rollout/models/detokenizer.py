@@ -85,3 +85,15 @@ class StopStringMatcher:
         self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
         found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         return min(found)[2] if found else None
+
+
+def end_at_stop(text: str, text_before: str, stop: str, *, include: bool) -> str:
+    """`text` up to the stop string that its last token completed, which is the end of it (`include`) or left out.
+
+    Args:
+        text: of all tokens.
+        text_before: of all but the last; an earlier occurrence, which min_tokens let pass, is not the end.
+    """
+    # Bytes of an unfinished character may show as more characters than it is in the end: three at most.
+    at = text.find(stop, max(0, len(text_before) - len(stop) - 3))
+    return text if at < 0 else text[: at + len(stop) if include else at]

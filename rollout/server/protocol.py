@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.types import MAX_SAMPLES, U64, SamplingParams
-from ..errors import BadRequest, NotSupported
+from ..errors import BadRequest
 from .checks import (
     Field,
     Schema,
@@ -77,8 +77,6 @@ ENVELOPE_FIELDS = (
     *_later("min_version", "max_version_lag", "detach_s", "on_unavailable"),
 )
 
-SAMPLING_LATER = ("logit_bias", "allowed_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
@@ -111,10 +109,7 @@ class RolloutCall:
 
 def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
     """SamplingParams of `wire`; errors name the field by `path`."""
-    for name in SAMPLING_LATER:
-        if name in wire:
-            raise NotSupported(f"{path}.{name} is not supported by this version", field=f"{path}.{name}")
-    for name in ("stop_token_ids",):
+    for name in ("stop_token_ids", "allowed_token_ids"):
         if wire.get(name) is not None:
             wire = {**wire, name: token_ids(f"{path}.{name}", wire[name])}
     if not isinstance(wire.get("stop", []), str | list | None):

@@ -24,7 +24,7 @@ from .text import SampleText, TextService
 
 Item = dict[str, Any] | RollsyncError
 """a sample or a delta of one as the reply shows it, or the error of a prompt"""
-OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "prompt_logprobs")
+OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs", "prompt_logprobs")
 
 
 def sample_to_reply(output: Output) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Ticket:
                 continue
             key = (i, item["sample_index"])
             if wants_text and key not in texts:
-                texts[key] = await self._service.text.sample_text()
+                texts[key] = await self._service.text.sample_text(self.call.prompts[i].params)
             text = texts.get(key)
             if self.call.stream == "tokens":
                 delta = await self._delta(item, sent, text)

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..fields import field_docs
-from ..wire import COLUMNS, MSGPACK
+from ..wire import COLUMNS, MSGPACK, TABLES
 from .checks import Schema, nullable, ref
 
 JSON = "application/json"
@@ -44,7 +44,7 @@ def column(name: str) -> Schema:
     """A column of wire.COLUMNS: a list in JSON (null where a float is not finite), raw little-endian bytes in msgpack."""
     dtype = COLUMNS[name]
     of = INTEGER if dtype[1] in "iu" else nullable(NUMBER)
-    return {**array(of), "x-msgpack-array": dtype}
+    return {**array(array(of) if name in TABLES else of), "x-msgpack-array": dtype}
 
 
 def reply_schema(doc: str, *items: Item, **more: Any) -> Schema:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 from ..engine.config import EngineConfig
+from ..engine.types import SamplingParams
 from ..errors import BadRequest, RollsyncError
 from ..models.detokenizer import IncrementalDecoder
 
@@ -61,8 +62,8 @@ class TextService:
             raise BadRequest(f"messages could not be rendered: {type(error).__name__}: {error}", field="messages") from None
         return tuple(ids)
 
-    async def sample_text(self) -> SampleText:
-        return SampleText(await self.tokenizer())
+    async def sample_text(self, params: SamplingParams) -> SampleText:
+        return SampleText(await self.tokenizer(), hidden_stops=params.stop, include_stop=params.include_stop_str_in_output)
 
     async def extend(self, text: SampleText, ids: list[int], final: dict[str, Any] | None) -> str:
         """What `ids` add to a sample's text; `final` is the sample's final output if these are its last. Never raises."""
@@ -85,13 +86,17 @@ class SampleText:
         tokenizer: of the ids pushed.
         skip_special_tokens: leave special tokens out of the text. They still count where stop strings are looked for.
         hidden_stops: stop strings that the text must not end with.
+        include_stop: end the text with the stop string instead, and hide only what its last token holds behind it.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, hidden_stops: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, skip_special_tokens: bool = True, hidden_stops: tuple[str, ...] = (), include_stop: bool = False
+    ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._shown = IncrementalDecoder(tokenizer, skip_special_tokens)
         self._full = IncrementalDecoder(tokenizer, False) if hidden_stops else None
         self._keep = max((len(s) for s in hidden_stops), default=1) - 1
+        self._include_stop = include_stop
         self._held: list[tuple[str, str]] = []
         """text per token that may yet be cut: (with special tokens, as shown)"""
         self._untouched = True
@@ -130,9 +135,11 @@ class SampleText:
         return self._out("".join(shown for _, shown in ready))
 
     def _cut(self, stop: str) -> str:
-        """What is held up to `stop`, which ends in the last token."""
+        """What is held up to `stop` (or its end, if it is included), which ends in the last token."""
         full = "".join(text for text, _ in self._held)
         at = full.find(stop, max(0, len(full) - len(self._held[-1][0]) - len(stop) + 1))
+        if self._include_stop and at >= 0:
+            at += len(stop)
         kept, end = [], 0
         for text, shown in self._held:
             start, end = end, end + len(text)
