@@ -45,9 +45,10 @@ The same tables are served at `/openapi.json`, as OpenAPI 3.1. `rollsync.Rollout
 
 ## Formats
 
-**JSON** (`application/json`, also when there is no Content-Type). Strict both ways: NaN and Infinity are refused, and a float that is
-not finite leaves as `null` (so a logprob of minus infinity is `null`). Of a key given twice the last counts. A field that is `null` is as
-if left out; one that is not in the tables is refused.
+**JSON** (`application/json`, and whatever else is not msgpack). Strict both ways: UTF-8 without a byte order mark; NaN and Infinity are
+refused; a float that is not finite leaves as `null` (so a logprob of minus infinity is `null`). An int has no fraction: `1.0` is refused
+where an int is asked for. A field that is `null` is as if left out; one that is not in the tables, and a key given twice, are refused.
+Bodies come as they are (no Content-Encoding), with a length or in chunks.
 
 **msgpack** (`{MSGPACK}` in Content-Type for the body, in Accept for the reply; without Accept the reply is in the body's
 format). The same fields. Columns of numbers, marked with their dtype in the tables below, come as

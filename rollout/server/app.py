@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from .. import metrics
-from ..errors import RollsyncError
+from ..errors import BadRequest, RollsyncError
 from . import control, reply_schemas
 from .checks import decode_body
 from .engine_client import EngineProcess
@@ -35,6 +35,9 @@ def _service(request: Request) -> RolloutService:
 
 
 async def _body(request: Request) -> Any:
+    coding = request.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        raise BadRequest(f"Content-Encoding must be identity (send the body as it is), got {coding[:80]!r}")
     body = await read_body(request, request.app.state.max_body_bytes)
     return decode_body(body, request.headers.get("content-type", "application/json"))
 
@@ -141,7 +144,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path} (routes: /openapi.json)"
-    return reply(request, {"error": {"code": "http", "message": text}}, error.status_code)
+    return reply(request, {"error": {"code": "http", "message": text}}, error.status_code, dict(error.headers or {}))
 
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]

@@ -7,7 +7,9 @@ field by its path. What can only be judged per prompt (too long, an id outside t
 from __future__ import annotations
 
 import json
+import reprlib
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +43,16 @@ def check(schema: Schema) -> Callable[[Callable[[str, Any], Any]], Check]:
     return lambda run: Check(run, schema)
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
 def fail(path: str, allowed: str, value: Any) -> BadRequest:
-    shown = repr(value)
+    """The refusal of `value`, which may be of any size or depth."""
+    try:
+        shown = _SHORT.repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits
+        shown = f"a {type(value).__name__}"
     return BadRequest(f"{path} must be {allowed}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", field=path)
 
 
@@ -225,23 +235,30 @@ def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """An object of its pairs; which of two values is meant cannot be known, so a key given twice is refused."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise BadRequest(f"the body gives {twice!r} twice in one object", field=str(twice))
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise BadRequest(f"the body holds {word}, which is not JSON: numbers must be finite")
+
+
 def decode_body(body: bytes, content_type: str) -> Any:
-    """JSON or msgpack to Python values. NaN and Infinity are refused in JSON."""
-    if "msgpack" in content_type:
-        try:
-            return msgpack.unpackb(body)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not valid msgpack: {type(error).__name__}: {error}") from None
-
-    def refuse(word: str) -> Any:
-        raise BadRequest(f"the body holds {word}, which is not JSON: numbers must be finite")
-
+    """msgpack or strict JSON (UTF-8; no NaN, no Infinity) to Python values. BadRequest if it is neither, or gives a key twice."""
+    binary = "msgpack" in content_type
     try:
-        return json.loads(body, parse_constant=refuse)
+        if binary:
+            return msgpack.unpackb(body, object_pairs_hook=_once)
+        return json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
     except BadRequest:
         raise
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
+        raise BadRequest(f"the body is not valid {'msgpack' if binary else 'JSON'}: {type(error).__name__}: {error}") from None
 
 
 def read(value: Any, table: tuple[Field, ...], path: str) -> dict[str, Any]:

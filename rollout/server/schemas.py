@@ -113,6 +113,8 @@ def route(
     content = _content(given, kinds)
     if events is not None:
         content[SSE] = {"schema": ref(events)}
+        if MSGPACK in kinds:  # a stream of frames has that type too
+            content[MSGPACK] = {"schema": {"anyOf": [given, ref(events)]}}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
     for status, name in (also or {}).items():
         responses[str(status)] = {"description": "", "content": _content(ref(name), kinds)}

@@ -1,7 +1,8 @@
 """An engine without a model, for the server's tests: token i of a sample is a function of prompt, sample index and i.
 
 `build` is named to the server as its engine factory. The model name says how it behaves: fake, fake-slow-load,
-fake-fail-load, fake-crash-load. A prompt that begins with CRASH makes the step raise.
+fake-fail-load, fake-crash-load; fake-short has a context of 24 tokens and never waits.
+A prompt that begins with CRASH makes the step raise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong,
 
 CRASH = 99
 VOCAB = 256
-MAX_LEN = 4096
+MAX_LEN, SHORT_LEN = 4096, 24
 STEP_S = 0.002
 SWITCH = 16
 """tokens made by each weight version"""
@@ -28,18 +29,20 @@ SWITCH = 16
 class _Running:
     request: RolloutRequest
     index: int
+    max_len: int
     tokens: list[int] = field(default_factory=list)
 
     @property
     def limit(self) -> int:
         most = self.request.params.max_tokens
-        room = MAX_LEN - len(self.request.prompt_token_ids)
+        room = self.max_len - len(self.request.prompt_token_ids)
         return room if most is None else min(most, room)
 
 
 class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
-        blocks = {"num_blocks": 64, "block_tokens": 32, "kv_bytes": 1 << 20, "max_model_len": MAX_LEN}
+        self.max_len = SHORT_LEN if config.model == "fake-short" else MAX_LEN
+        blocks = {"num_blocks": 64, "block_tokens": 32, "kv_bytes": 1 << 20, "max_model_len": self.max_len}
         ids = {"vocab_size": VOCAB, "embed_size": VOCAB, "eos_token_ids": (2,)}
         self.info = SimpleNamespace(model=config.model, dtype="bfloat16", kernels="none", threads=1, weight_bytes=0, **blocks, **ids)
         self._running: list[_Running] = []
@@ -52,11 +55,11 @@ class FakeEngine:
     def add_request(self, request: RolloutRequest) -> None:
         if any(r.request.request_id == request.request_id for r in self._running):
             raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight")
-        if len(request.prompt_token_ids) >= MAX_LEN:
-            raise PromptTooLong(f"prompt_token_ids must hold less than {MAX_LEN} ids", field="prompt_token_ids")
+        if len(request.prompt_token_ids) >= self.max_len:
+            raise PromptTooLong(f"prompt_token_ids must hold less than {self.max_len} ids", field="prompt_token_ids")
         if request.priority == 13:
             raise BadRequest("priority must not be 13", field="priority")
-        self._running += [_Running(request, request.first_sample + i) for i in range(request.params.n)]
+        self._running += [_Running(request, request.first_sample + i, self.max_len) for i in range(request.params.n)]
 
     def _output(self, r: _Running, start: int = 0, **end: Any) -> SampleOutput:
         tokens = r.tokens[start:]
@@ -86,7 +89,7 @@ class FakeEngine:
         return [self._output(r, finish_reason="abort", abort_reason=reason) for r in gone]
 
     def step(self) -> list[SampleOutput]:
-        time.sleep(STEP_S)
+        time.sleep(STEP_S if self.max_len == MAX_LEN else 0)
         self.steps += 1
         done = []
         for r in self._running:
