@@ -28,6 +28,8 @@ EXPECTED = {
     "linear/float32": "45221fa5796a",
     "linear_shards/bfloat16": "ab9b1cd890e1",
     "linear_shards/float32": "79599aaeac64",
+    "linear_f32/bfloat16": "1d3ef8f3dd52",
+    "linear_f32/float32": "a17f77766c38",
     "silu_mul/bfloat16": "452824380737",
     "silu_mul/float32": "895b7ea3ca2e",
     "rmsnorm/bfloat16": "39c6f96b4029",
@@ -87,6 +89,9 @@ class _Native:
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, shards: int) -> Tensor:
         return self._ops.linear(x, self._ops.pack_linear(w, bias, shards))
 
+    def linear_f32(self, x: Tensor, w: Tensor) -> Tensor:
+        return self._ops.linear_f32(x, self._ops.pack_linear(w))
+
     def linear_residual(self, x: Tensor, w: Tensor, residual: Tensor, shards: int) -> Tensor:
         return self._ops.linear(x, self._ops.pack_linear(w, shards=shards), residual_TN=residual)
 
@@ -101,7 +106,7 @@ class _Reference:
     """The same of the specification."""
 
     def __init__(self) -> None:
-        self.rmsnorm, self.rope, self.sample = ref.rmsnorm, ref.rope, ref.sample
+        self.rmsnorm, self.rope, self.sample, self.linear_f32 = ref.rmsnorm, ref.rope, ref.sample, ref.linear_f32
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, shards: int) -> Tensor:
         return ref.linear(x, w, bias, shards)
@@ -133,6 +138,11 @@ def _linear_shards(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
     residual = (numbers.values(3, 8) * 2.0**-20).to(dtype)
     for shards in SHARDS:
         yield ops.linear_residual(x, w, residual, shards)
+
+
+def _linear_f32(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(9)
+    yield ops.linear_f32(numbers.cancelling(33, 97, 1.0, dtype), numbers.cancelling(40, 97, -1.0, dtype))
 
 
 def _silu(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -197,8 +207,8 @@ def _sample(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
 
 
 _PROBES: dict[str, Any] = {
-    "linear": _linear, "linear_shards": _linear_shards, "silu_mul": _silu, "rmsnorm": _rmsnorm, "rope": _rope, "rope_norm": _rope_norm,
-    "attention": _attention, "attention_window": _attention_window, "sample": _sample,
+    "linear": _linear, "linear_shards": _linear_shards, "linear_f32": _linear_f32, "silu_mul": _silu, "rmsnorm": _rmsnorm,
+    "rope": _rope, "rope_norm": _rope_norm, "attention": _attention, "attention_window": _attention_window, "sample": _sample,
 }  # fmt: skip
 
 
@@ -229,7 +239,11 @@ def failed_probes(library: NativeLibrary | None) -> list[str]:
     return [name for name, digest in probe_digests(library).items() if digest != EXPECTED.get(name)]
 
 
-def numerics_fingerprint(library: NativeLibrary | None, k_shards: int) -> str:
-    """Fingerprint of a build (None: the reference), e.g. "v1-k4-5f3a9c0b12de": specification version, shards, probe outputs."""
+def numerics_fingerprint(library: NativeLibrary | None, k_shards: int, head_dtype: str | None = None) -> str:
+    """Fingerprint of a build (None: the reference): specification version, shards, head, probe outputs.
+
+    E.g. "v1-k4-5f3a9c0b12de", or "v1-k4-head32-5f3a9c0b12de" where `head_dtype` is "float32".
+    """
     text = repr((SPEC_VERSION, k_shards, sorted(probe_digests(library).items())))
-    return f"v{SPEC_VERSION}-k{k_shards}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    head = "" if head_dtype is None else "-head32"
+    return f"v{SPEC_VERSION}-k{k_shards}{head}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"

@@ -25,7 +25,7 @@ class Op(ctypes.Structure):
     """`struct Op` of native/program.h."""
 
     _fields_ = (
-        *((n, c_int32) for n in ("kind", "dtype", "w", "bias", "w2", "window", "n", "k", "shards", "epilogue")),
+        *((n, c_int32) for n in ("kind", "dtype", "out_dtype", "w", "bias", "w2", "window", "n", "k", "shards", "epilogue")),
         *((n, c_void_p) for n in ("in_", "out", "cos", "sin")),
         *((n, c_int64) for n in ("ld_in", "ld_out")),
         *((n, c_int32) for n in ("layer", "rows_mode")),

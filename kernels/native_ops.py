@@ -21,8 +21,8 @@ from .kv import KvLayout
 from .reference_sampler import SampleResult, SamplerRows, check_rows
 from .spec import effective_shards
 from .step import StepArrays, StepLimits, allowed_words
+from .weights import DTYPES
 
-DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 MAX_SHARDS = 16
 """partial sums a native linear has room for"""
 _ITEM_TOKENS = 16
@@ -115,7 +115,8 @@ class NativeOps:
 
     def _op(self, kind: int, dtype: torch.dtype, **fields: Any) -> nl.Op:
         _check("native ops", dtype in DTYPES, f"{dtype} is not bfloat16 or float32")
-        return nl.Op(**{"kind": kind, "dtype": DTYPES[dtype], "w": 0, "bias": -1, "w2": -1, "shards": 1, **fields})
+        code = DTYPES[dtype]
+        return nl.Op(**{"kind": kind, "dtype": code, "out_dtype": code, "w": 0, "bias": -1, "w2": -1, "shards": 1, **fields})
 
     def pack_linear(self, w_NK: Tensor, bias_N: Tensor | None = None, shards: int = 1, gate_up: bool = False) -> PackedLinear:
         """Lay out a weight for `linear`, or with `gate_up` (gate rows, then as many up rows) for `linear_silu_mul`.
@@ -159,7 +160,7 @@ class NativeOps:
             self._op(nl.OP_PANELS, x_TK.dtype, k=packed.k, in_=x_TK.data_ptr(), ld_in=packed.k, out=address),
             self._op(
                 nl.OP_LINEAR, x_TK.dtype, bias=-1 if packed.bias is None else 1, n=packed.n, k=packed.k, shards=packed.shards,
-                epilogue=epilogue, in_=address, out=out.data_ptr(), ld_out=packed.n,
+                epilogue=epilogue, in_=address, out=out.data_ptr(), ld_out=packed.n, out_dtype=DTYPES[out.dtype],
             ),
         )  # fmt: skip
 
@@ -177,6 +178,13 @@ class NativeOps:
             _check("linear", residual_TN.shape == want and residual_TN.dtype == x_TK.dtype, f"the residual must be {[*want]} {x_TK.dtype}")
             out, epilogue = residual_TN.clone(memory_format=torch.contiguous_format), nl.EP_RESIDUAL
         self._linear(x_TK, packed, epilogue, out)
+        return out
+
+    def linear_f32(self, x_TK: Tensor, packed: PackedLinear) -> Tensor:
+        """`x W^T + bias` as summed, not rounded to the dtype of `x_TK`: [T, N] float32. Errors as for `linear`."""
+        self._check_input("linear_f32", x_TK, packed, False)
+        out = torch.empty(x_TK.shape[0], packed.n)
+        self._linear(x_TK, packed, nl.EP_STORE, out)
         return out
 
     def linear_silu_mul(self, x_TK: Tensor, packed: PackedLinear) -> Tensor:

@@ -17,7 +17,7 @@ from .kv import NativeKv
 from .memory import Region
 from .spec import effective_shards
 from .step import StepArrays
-from .weights import NativeWeights
+from .weights import DTYPES, NativeWeights
 
 RopeTables = tuple[Tensor, Tensor]
 """cos and sin, each [P, H/2] in the model's dtype"""
@@ -54,8 +54,8 @@ class Program(Protocol):
     def attention(self, qkv: Any, layer: int, scale: float, *, window: int = 0) -> Any:
         """Each token over the keys up to its own, or the last `window` of them if that is not 0."""
 
-    def logits_and_sample(self, x: Any, weight: str) -> None:
-        """Logits of every row of `x`, one token drawn and scored per row."""
+    def logits_and_sample(self, x: Any, weight: str, *, float32: bool = False) -> None:
+        """Logits of every row of `x`, one token drawn and scored per row. With `float32` logits are not rounded to the model's dtype."""
 
     def run(self) -> None:
         """One step on what the arrays hold now."""
@@ -129,16 +129,17 @@ class NativeProgram:
         self._op(nl.OP_COPY_BLOCKS)
 
     def _op(self, kind: int, **fields: Any) -> None:
-        op = nl.Op(kind=kind, dtype=1 if self._dtype == torch.float32 else 0, w=-1, bias=-1, w2=-1, shards=1)
+        dtype = DTYPES[self._dtype]
+        op = nl.Op(kind=kind, dtype=dtype, out_dtype=dtype, w=-1, bias=-1, w2=-1, shards=1)
         for name, value in fields.items():
             setattr(op, name, value)
         self._ops.append(op)
 
-    def _buffer(self, role: str, width: int, panels: bool, rows: int | None = None) -> _Buffer:
+    def _buffer(self, role: str, width: int, panels: bool, rows: int | None = None, dtype: torch.dtype | None = None) -> _Buffer:
         # Layers run one after another, so one buffer per role serves them all.
         key = (role, width)
         if key not in self._buffers:
-            self._buffers[key] = _Buffer(rows or self._arrays.limits.tokens, width, self._dtype, panels)
+            self._buffers[key] = _Buffer(rows or self._arrays.limits.tokens, width, dtype or self._dtype, panels)
         return self._buffers[key]
 
     def _shape(self, weight: str) -> tuple[int, int]:
@@ -210,15 +211,17 @@ class NativeProgram:
     def _head_fields(self) -> dict[str, Any]:
         return {"heads": self._heads, "kv_heads": self._kv.layout.kv_heads, "head_dim": self._kv.layout.head_dim}
 
-    def logits_and_sample(self, x: _Buffer, weight: str) -> None:
+    def logits_and_sample(self, x: _Buffer, weight: str, *, float32: bool = False) -> None:
         n, k = self._shape(weight)
+        dtype = torch.float32 if float32 else self._dtype
         # An odd number of cache lines per row: columns of a power-of-two stride would all fall into the same few cache sets.
-        line = 64 // self._dtype.itemsize
+        line = 64 // dtype.itemsize
         ld = (-(-n // 32) * 32 // line | 1) * line
-        piece = min(max(self.LOGITS_BYTES // (ld * self._dtype.itemsize) // 32 * 32, 32), -(-self._arrays.limits.rows // 32) * 32)
-        out = self._buffer("logits", max(ld, -(-n // 32) * 32), panels=False, rows=piece)
+        piece = min(max(self.LOGITS_BYTES // (ld * dtype.itemsize) // 32 * 32, 32), -(-self._arrays.limits.rows // 32) * 32)
+        out = self._buffer("logits", max(ld, -(-n // 32) * 32), panels=False, rows=piece, dtype=dtype)
         self.step.logits, self.step.ld_logits, self.step.piece_rows = out.address, out.ld, piece
-        self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, out=out.address, ld_out=out.ld, rows_mode=1)
+        fields = {"out": out.address, "ld_out": out.ld, "out_dtype": DTYPES[dtype]}
+        self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, rows_mode=1, **fields)
 
     def close(self) -> None:
         """Free the activations."""

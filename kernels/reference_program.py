@@ -123,12 +123,14 @@ class ReferenceProgram:
 
         return self._record(attend)
 
-    def logits_and_sample(self, x: _Value, weight: str) -> None:
+    def logits_and_sample(self, x: _Value, weight: str, *, float32: bool = False) -> None:
+        head = ref.linear_f32 if float32 else ref.linear
+
         def sample() -> None:
             count = self._a.num_rows
             if count == 0:
                 return
-            result = ref.sample(ref.linear(x.tensor, self._w[weight]), self._sampler_rows(count))
+            result = ref.sample(head(x.tensor, self._w[weight]), self._sampler_rows(count))
             for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
                 self._a["out_" + name][:count] = getattr(result, name)
             for name in ("top_id", "top_logprob"):

@@ -16,6 +16,8 @@ from torch import Tensor
 from .memory import Region
 from .native_lib import NativeLibrary
 
+DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+"""as the native library counts them"""
 LAYOUTS = ("linear", "gate_up", "rows", "vector", "bias")
 _ALIGN = 4096
 
@@ -93,7 +95,7 @@ class NativeWeights:
 
     def __init__(self, library: NativeLibrary, specs: Mapping[str, WeightSpec], dtype: torch.dtype) -> None:
         self.specs, self.dtype, self._library = specs, dtype, library
-        self._code = 1 if dtype == torch.float32 else 0
+        self._code = DTYPES[dtype]
         sizes = {name: self._size(spec) for name, spec in specs.items()}
         self.nbytes = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
         self._region = Region(self.nbytes)

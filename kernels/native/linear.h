@@ -228,12 +228,13 @@ inline void product(const float* x, int64_t lda, int m, const float* w, int k0, 
 }
 
 // ---- one work item of a linear op: blocks [nb0, nb1) of 32 outputs, rows [r0, r1), r0 a multiple of 32
-template <class T>
+// Rows of type T give outputs of type O: T's own, or float where sums are not to be rounded.
+template <class T, class O>
 struct LinearItem {
   const Op& op;
   const T* weights;
   const float* bias;
-  T* out;
+  O* out;
   int k_blocks;
 
   void finish(int nb, int row, int m, const float* c) const {
@@ -257,22 +258,22 @@ struct LinearItem {
     }
   }
   void put(int row, int col, int n, v16 y) const {
-    T* dst = out + row * op.ld_out + col;
-    T t[16];
+    O* dst = out + row * op.ld_out + col;
+    O t[16];
     if (op.epilogue == EP_RESIDUAL) {
       if (n == 16) {
-        store(dst, load(dst) + rounded<T>(y));
+        store(dst, load(dst) + rounded<O>(y));
         return;
       }
-      memcpy(t, dst, sizeof(T) * n);
+      memcpy(t, dst, sizeof(O) * n);
       for (int i = n; i < 16; i++) t[i] = 0;
-      y = load(t) + rounded<T>(y);
+      y = load(t) + rounded<O>(y);
     }
     if (n == 16) {
       store(dst, y);
     } else {
       store(t, y);
-      memcpy(dst, t, sizeof(T) * n);
+      memcpy(dst, t, sizeof(O) * n);
     }
   }
 };
@@ -284,9 +285,10 @@ inline void add_tree(float* parts, int shards, int size) {
       for (int j = 0; j < size; j += 16) store(parts + i * size + j, load(parts + i * size + j) + load(parts + (i + w) * size + j));
 }
 
-inline void linear_item(const Op& op, const Step& st, const bf16* x, bf16* y, int nb0, int nb1, int r0, int r1, float* scratch) {
+template <class O>
+inline void linear_item(const Op& op, const Step& st, const bf16* x, O* y, int nb0, int nb1, int r0, int r1, float* scratch) {
   int kb = ceil_div(op.k, 32), per = kb / op.shards;
-  LinearItem<bf16> item{op, (const bf16*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, kb};
+  LinearItem<bf16, O> item{op, (const bf16*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, kb};
   alignas(64) float c[16 * 4 * TILE];
   auto one = [&](int nb, int r) {
     int m = r1 - r < 32 ? r1 - r : 32;
@@ -312,7 +314,7 @@ inline void linear_item(const Op& op, const Step& st, const bf16* x, bf16* y, in
 inline void linear_item(const Op& op, const Step& st, const float* x, float* y, int nb0, int nb1, int r0, int r1, float*) {
   int64_t lda = round_up(op.k, 32);
   int per = op.k / op.shards;
-  LinearItem<float> item{op, (const float*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, 0};
+  LinearItem<float, float> item{op, (const float*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, 0};
   alignas(64) float c[16 * 4 * TILE];
   for (int nb = nb0; nb < nb1; nb++)
     for (int r = r0; r < r1; r += 32) {

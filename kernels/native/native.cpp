@@ -64,6 +64,7 @@ void copy_blocks(const Step& st, int layer) {
 struct Phase {
   const Op* op;
   int kind;        // op kind; the second half of OP_LOGITS is an OP_SAMPLE
+  int dtype;       // of the rows it reads
   int items, row0, row1, per;
 };
 
@@ -93,19 +94,19 @@ struct Run {
     switch (op.kind) {
       case OP_EMBED:
       case OP_RMSNORM:
-      case OP_PANELS: phases.push_back({&op, op.kind, ceil_div(rows, per), 0, rows, per}); break;
+      case OP_PANELS: phases.push_back({&op, op.kind, op.dtype, ceil_div(rows, per), 0, rows, per}); break;
       case OP_LINEAR: add_linear(op, 0, rows, threads); break;
-      case OP_ROPE_STORE: phases.push_back({&op, op.kind, s.num_runs, 0, 0, 1}); break;
-      case OP_ATTENTION: phases.push_back({&op, op.kind, s.num_items * op.kv_heads, 0, 0, 1}); break;
-      case OP_COPY_BLOCKS: phases.push_back({&op, op.kind, s.num_copies ? s.num_layers : 0, 0, 0, 1}); break;
+      case OP_ROPE_STORE: phases.push_back({&op, op.kind, op.dtype, s.num_runs, 0, 0, 1}); break;
+      case OP_ATTENTION: phases.push_back({&op, op.kind, op.dtype, s.num_items * op.kv_heads, 0, 0, 1}); break;
+      case OP_COPY_BLOCKS: phases.push_back({&op, op.kind, op.dtype, s.num_copies ? s.num_layers : 0, 0, 0, 1}); break;
       case OP_LOGITS:
         for (int r = 0; r < s.num_rows; r += s.piece_rows) {
           int end = r + s.piece_rows < s.num_rows ? r + s.piece_rows : s.num_rows;
           add_linear(op, r, end, threads);
-          phases.push_back({&op, OP_SAMPLE, end - r, r, end, 1});
+          phases.push_back({&op, OP_SAMPLE, op.out_dtype, end - r, r, end, 1});
         }
         break;
-      case OP_SAMPLE: phases.push_back({&op, op.kind, s.num_rows, 0, s.num_rows, 1}); break;
+      case OP_SAMPLE: phases.push_back({&op, op.kind, op.dtype, s.num_rows, 0, s.num_rows, 1}); break;
     }
   }
   // Items are (piece of rows) x (group of weight blocks): few rows, long groups, so that each reads one stretch of memory.
@@ -115,7 +116,7 @@ struct Run {
     int64_t row_bytes = (int64_t)op.k * (op.dtype ? 4 : 2);
     int piece = std::max<int64_t>(32, PANEL_BYTES / row_bytes / 32 * 32);
     for (int r = row0; r < row1; r += piece)
-      phases.push_back({&op, op.kind, ceil_div(blocks, per), r, r + piece < row1 ? r + piece : row1, per});
+      phases.push_back({&op, op.kind, op.dtype, ceil_div(blocks, per), r, r + piece < row1 ? r + piece : row1, per});
   }
 
   template <class T>
@@ -135,12 +136,14 @@ struct Run {
         int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), nb0 = i * ph.per, nb1 = std::min(nb0 + ph.per, blocks);
         scratch.reset((size_t)32 * round_up(op.k, 32) * 4 + 64);
         float* wide = scratch.take<float>((int64_t)32 * round_up(op.k, 32));
-        if (ph.kind == OP_LINEAR) {
-          linear_item(op, s, (const T*)op.in, (T*)op.out, nb0, nb1, ph.row0, ph.row1, wide);
-        } else {  // rows of a piece stand at the top of the logits buffer
-          T* out = (T*)s.logits - (int64_t)ph.row0 * s.ld_logits;
+        auto run = [&](auto* out) {
+          if (ph.kind == OP_LOGITS) out -= (int64_t)ph.row0 * s.ld_logits;  // rows of a piece stand at the top of the logits buffer
           linear_item(op, s, (const T*)op.in, out, nb0, nb1, ph.row0, ph.row1, wide);
-        }
+        };
+        if (op.out_dtype)
+          run((float*)op.out);
+        else
+          run((T*)op.out);
         break;
       }
       case OP_SAMPLE: sample_row<T>(op, s, (const T*)s.logits + (int64_t)i * s.ld_logits, ph.row0 + i); break;
@@ -162,7 +165,7 @@ struct Run {
         int64_t stretch = (home + k) % stretches;
         int i, begin = (int)(ph.items * stretch / stretches), end = (int)(ph.items * (stretch + 1) / stretches);
         while ((i = begin + pr.next[stretch].value.fetch_add(1, std::memory_order_relaxed)) < end) {
-          if (ph.op->dtype)
+          if (ph.dtype)
             item<float>(ph, i);
           else
             item<bf16>(ph, i);

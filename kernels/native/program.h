@@ -18,6 +18,7 @@ enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2 };
 
 struct Op {
   int32_t kind, dtype;       // dtype: 0 bfloat16, 1 float32
+  int32_t out_dtype;         // OP_LINEAR with EP_STORE, OP_LOGITS: 1 leaves the sums in float32; any other op, and by default: dtype
   int32_t w, bias, w2;       // indices into Step.weights, -1 for none
   int32_t window;            // OP_ATTENTION: keys a token sees, itself included; 0: all
   int32_t n, k;              // output and input width

@@ -65,6 +65,8 @@ class NumericsConfig:
 
     k_shards: int = 4
     """partial sums of a row-parallel linear layer, added in a fixed tree; part of the numerics specification"""
+    head_dtype: str | None = None
+    """float32: logits of a bfloat16 model stay in float32, as a float32 head over its weights gives them; default: the model's dtype"""
     threads: int | None = None
     """CPU threads of a step; default: all cores available (never changes a bit)"""
     kernels: str | None = None
@@ -73,6 +75,8 @@ class NumericsConfig:
     def __post_init__(self) -> None:
         if not _power_of_two(self.k_shards) or self.k_shards > 16:
             raise ConfigError(f"numerics.k_shards must be 1, 2, 4, 8 or 16, got {self.k_shards}")
+        if self.head_dtype not in (None, "float32"):
+            raise ConfigError(f"numerics.head_dtype must be float32 or left out, got {self.head_dtype!r}")
         if self.threads is not None and not 1 <= self.threads <= 256:
             raise ConfigError(f"numerics.threads must be in [1, 256], got {self.threads}")
         if self.kernels not in (None, "amx", "avx512", "avx2", "reference"):

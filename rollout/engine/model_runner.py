@@ -78,7 +78,7 @@ def choose_kernels(wanted: str | None) -> str:
     return wanted
 
 
-def check_build(kernels: str, k_shards: int) -> str:
+def check_build(kernels: str, k_shards: int, head_dtype: str | None = None) -> str:
     """The numerics fingerprint of a build, once it is known to compute what the specification says.
 
     Raises:
@@ -91,7 +91,7 @@ def check_build(kernels: str, k_shards: int) -> str:
             f"the {kernels} kernels give other bits than the specification in {', '.join(wrong)}: rebuild them, or choose others "
             f"with --kernels (available: {', '.join(others)})"
         )
-    return numerics_fingerprint(library, k_shards)
+    return numerics_fingerprint(library, k_shards, head_dtype)
 
 
 def _ignore(phase: str, fraction: float) -> None:
@@ -120,7 +120,7 @@ class ModelRunner:
         tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
         model = load_decoder_config(path, tokenizer)
         kernels = choose_kernels(config.numerics.kernels)
-        fingerprint = check_build(kernels, config.numerics.k_shards)
+        fingerprint = check_build(kernels, config.numerics.k_shards, config.numerics.head_dtype)
         self._vocab_limit = model.vocab_size if config.sample_padding else model.num_token_ids or model.vocab_size
         config = self._resolve(config, model)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
@@ -228,7 +228,7 @@ class ModelRunner:
                 k_shards=k_shards,
                 threads=config.numerics.threads,
             )
-        decoder.record(program, model)
+        decoder.record(program, model, float32_logits=config.numerics.head_dtype == "float32")
         self._program = program
 
     def execute(self, plan: StepPlan) -> StepResult:

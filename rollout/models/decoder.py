@@ -23,8 +23,11 @@ def weight_specs(cfg: DecoderConfig) -> dict[str, WeightSpec]:
     return specs
 
 
-def record(program: Program, cfg: DecoderConfig) -> None:
-    """Write the forward pass of `cfg` into `program`: pre-norm blocks, rotary attention, SiLU-gated MLP."""
+def record(program: Program, cfg: DecoderConfig, *, float32_logits: bool = False) -> None:
+    """Write the forward pass of `cfg` into `program`: pre-norm blocks, rotary attention, SiLU-gated MLP.
+
+    With `float32_logits` the head's sums are not rounded to the model's dtype.
+    """
     scale, eps = cfg.head_dim**-0.5, cfg.rms_norm_eps
     x = program.embed("embed")
     for i in range(cfg.num_layers):
@@ -37,4 +40,4 @@ def record(program: Program, cfg: DecoderConfig) -> None:
         h = program.rmsnorm(x, layer + "mlp_norm", eps)
         program.add_linear(x, program.linear_silu_mul(h, layer + "gate_up"), layer + "mlp_down")
     h = program.rmsnorm(x, "final_norm", eps, logits_rows=True)
-    program.logits_and_sample(h, "embed" if cfg.tie_word_embeddings else "head")
+    program.logits_and_sample(h, "embed" if cfg.tie_word_embeddings else "head", float32=float32_logits)

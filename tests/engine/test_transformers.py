@@ -10,6 +10,8 @@ import pytest
 import torch
 from real_engine import finals, prompt
 from rollsync import Engine, RolloutRequest, SamplingParams
+from rollsync.kernels import reference
+from rollsync.kernels.native_lib import available_builds
 from rollsync.rollout.models.loader import cached_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -133,6 +135,38 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
         ids = torch.tensor([PROMPTS[-1]])
         wanted = torch.log_softmax(model(ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
     assert (torch.tensor(ours[1:]) - wanted).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_float32_head(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bfloat16 trunk with a float32 head: the logprobs torch computes from the trunk's own hidden states and the head's weights."""
+    torch.set_num_threads(1)
+    head = save(name, tmp_path).get_output_embeddings().weight.detach().bfloat16().float()
+    params = SamplingParams(max_tokens=0)
+    request = RolloutRequest(request_id="x", prompt_token_ids=PROMPTS[-1], params=params, include=("prompt_logprobs",))
+    hidden: list[torch.Tensor] = []
+    linear_f32 = reference.linear_f32
+
+    def spy(x: torch.Tensor, w: torch.Tensor, shards: int = 1) -> torch.Tensor:
+        if torch.equal(w.float(), head):
+            hidden.append(x)
+        return linear_f32(x, w, shards)
+
+    def logprobs(**options: Any) -> list[float]:
+        with Engine(str(tmp_path), dtype="bfloat16", threads=1, num_blocks=64, **options) as engine:
+            found = finals(engine, [request])["x", 0].prompt_logprobs
+        assert found is not None
+        return found[1:]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "linear_f32", spy)
+        ours = logprobs(kernels="reference", head_dtype="float32")
+    ids = torch.tensor(PROMPTS[-1][1:])
+    want = torch.log_softmax(torch.cat(hidden)[: len(ids)].float() @ head.T, dim=-1).gather(1, ids[:, None])[:, 0]
+    assert (torch.tensor(ours) - want).abs().max() < 1e-4
+    assert (torch.tensor(logprobs()) - want).abs().max() > 1e-3
+    for build in available_builds():
+        assert logprobs(kernels=build, head_dtype="float32") == ours
 
 
 def test_smollm2(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ def test_every_build_and_the_reference_have_the_digests_written_down(build: str)
         pytest.skip(f"no {build} here")
     library = None if build == "reference" else load_build(build)
     assert probe_digests(library) == EXPECTED and failed_probes(library) == []
-    assert numerics_fingerprint(library, 4) == "v1-k4-2ba9d0aa7210"
+    assert numerics_fingerprint(library, 4) == "v1-k4-71b235a7dfb6"
 
 
-def test_shards_are_part_of_the_fingerprint() -> None:
-    assert numerics_fingerprint(None, 1) != numerics_fingerprint(None, 4)
+def test_shards_and_head_are_part_of_the_fingerprint() -> None:
+    assert len({numerics_fingerprint(None, 1), numerics_fingerprint(None, 4), numerics_fingerprint(None, 4, "float32")}) == 3
 
 
 def test_a_build_with_other_bits_is_refused(cancelling: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,5 +31,5 @@ def test_a_build_with_other_bits_is_refused(cancelling: dict[str, str], monkeypa
 
 
 def test_an_engine_reports_its_fingerprint(cancelling: dict[str, str]) -> None:
-    with Engine(cancelling["llama"], kernels="reference", num_blocks=8, k_shards=2) as engine:
-        assert engine.info.fingerprint == numerics_fingerprint(None, 2) == model_runner.check_build("reference", 2)
+    with Engine(cancelling["llama"], kernels="reference", num_blocks=8, k_shards=2, head_dtype="float32") as engine:
+        assert engine.info.fingerprint == numerics_fingerprint(None, 2, "float32") == model_runner.check_build("reference", 2, "float32")

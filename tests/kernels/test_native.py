@@ -49,6 +49,7 @@ def test_linear(ops: NativeOps, once: Once, data: ModuleType, same: Same, kind: 
     for m in ROWS:
         same(ops.linear(x[:m], packed), want[:m])
     assert ops.linear(x[:0], packed).shape == (0, n)
+    same(ops.linear_f32(x[:33], packed), once(("linear_f32", kind, k, n, dtype), lambda: ref.linear_f32(x[:33], w)))
 
 
 @DTYPES
