@@ -1,10 +1,18 @@
-"""The docstring under each field of a configuration dataclass: help texts and the OpenAPI schema come from it."""
+"""Names of fields, and the docstring under each field of a dataclass: help texts and the OpenAPI schema come from it."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import textwrap
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """" (did you mean X?)" for a name that is close to a known one, else nothing."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def field_docs(cls: type) -> dict[str, str]:

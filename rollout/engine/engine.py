@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import random
 import secrets
@@ -13,10 +12,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded
+from ..fields import did_you_mean
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
-from .generate import Prompt, RolloutOutput, generate
+from .generate import Prompt, RolloutOutput, generate, score
 from .runner_info import Runner, RunnerInfo
 from .scheduler import Scheduler
+from .score import SCORED
 from .sequence import Request, StopMatcher, StopMatcherFactory, check_request
 from .types import RolloutRequest, SampleOutput, SamplingParams
 
@@ -52,8 +53,7 @@ def make_config(model: str | EngineConfig, options: dict[str, Any]) -> EngineCon
         keys = names.get(name, [])
         if len(keys) != 1 or keys[0] in flat:
             known = ", ".join(sorted({key for found in names.values() for key in found} - {"model"}))
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f" (did you mean {close[0]}?)" if close and not keys else ""
+            hint = "" if keys else did_you_mean(name, names)
             raise ConfigError(f"{'ambiguous or repeated' if keys else 'unknown'} engine option {name!r}{hint}; known: {known}")
         flat[keys[0]] = value
     return EngineConfig.from_flat(flat)
@@ -233,6 +233,7 @@ class Engine:
         *,
         progress: bool = False,
         include: tuple[str, ...] = (),
+        on_error: str = "raise",
     ) -> list[RolloutOutput]:
         """Sample for a list of prompts and wait; results in the order of `prompts`.
 
@@ -241,13 +242,38 @@ class Engine:
             params: one for all, or one per prompt. The same prompt twice under the same seed goes on counting samples.
             progress: a line on stderr.
             include: columns wanted besides ids and logprobs; see RolloutRequest.
+            on_error: what becomes of a prompt that cannot be served (too long, empty, an unknown id): "raise", or "return" samples of it
+                with finish_reason "error" and go on with the others. A fault while it runs gives such samples in any case.
 
         Raises:
             BadRequest: naming `prompts[i]`; then nothing was started.
         """
+        return generate(self, prompts, params, progress=progress, include=include, id_prefix=self._next_prefix(), on_error=on_error)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Iterable[int]],
+        params: SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        include: tuple[str, ...] = SCORED,
+        on_error: str = "raise",
+    ) -> list[SampleOutput]:
+        """Log-probabilities of given continuations (token ids), each under its prompt: one output per pair, in order.
+
+        A continuation is scored to its end, EOS ids within it too; under the params it was sampled with it gets the bits it had then.
+        Arguments and errors are those of `generate`; see `score.score_request` for what counts of `params`. A prompt and continuation
+        that together exceed the context or the KV pool are a PromptTooLong.
+        """
+        return score(
+            self, prompts, continuations, params, progress=progress, include=include, id_prefix=self._next_prefix(), on_error=on_error
+        )
+
+    def _next_prefix(self) -> str:
         self._check_usable()
         self._num_generate_calls += 1
-        return generate(self, prompts, params, progress=progress, include=include, id_prefix=f"generate-{self._num_generate_calls}")
+        return f"generate-{self._num_generate_calls}"
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; cheap."""

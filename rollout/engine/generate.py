@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import BadRequest, IllegalState, RollsyncError, describe
+from ..fields import did_you_mean
 from ..models.detokenizer import end_at_stop
 from .outputs import bare_output
+from .score import score_request
 from .types import RolloutRequest, SampleOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -26,9 +30,9 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
 """text, token ids, chat messages, or a prompt object as in `POST /v1/rollouts`: {"token_ids" | "text" | "messages": …} with
-forced_token_ids, continue_from or first_sample"""
+forced_token_ids, continue_from, first_sample or prompt_logprobs_start"""
 
-_OWN_FIELDS = ("forced_token_ids", "continue_from", "first_sample")
+_OWN_FIELDS = ("forced_token_ids", "continue_from", "first_sample", "prompt_logprobs_start")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,8 +71,9 @@ class _Progress:
             self._shown = now
             rate = num_tokens / max(now - self._start, 1e-9)
             line = f"\r{num_done}/{self._num_samples} samples, {num_tokens} tokens, {rate:.0f} tok/s"
-            self._stream.write(line + ("\n" if last else ""))
-            self._stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # a closed stream is no reason to lose the samples
+                self._stream.write(line + ("\n" if last else ""))
+                self._stream.flush()
 
 
 class _Interrupt:
@@ -113,55 +118,83 @@ def _split(prompt: Prompt) -> tuple[Prompt, dict[str, Any]]:
     if not isinstance(prompt, dict):
         return prompt, {}
     kinds = [kind for kind in ("token_ids", "text", "messages") if kind in prompt]
-    unknown = sorted(prompt.keys() - {*kinds, *_OWN_FIELDS})
+    unknown = [name for name in prompt if name not in kinds and name not in _OWN_FIELDS]
     if len(kinds) != 1 or unknown:
+        hint = did_you_mean(str(unknown[0]), ("token_ids", "text", "messages", *_OWN_FIELDS)) if unknown else ""
         raise BadRequest(
-            f"must hold one of token_ids, text and messages, and of others only {', '.join(_OWN_FIELDS)}; got {', '.join(prompt)}"
+            f"must hold one of token_ids, text and messages, and of others only {', '.join(_OWN_FIELDS)}; "
+            f"got {', '.join(map(str, prompt))}{hint}"
         )
     return prompt[kinds[0]], {name: prompt[name] for name in _OWN_FIELDS if name in prompt}
 
 
-def _params(value: SamplingParams | dict[str, Any]) -> SamplingParams:
-    return SamplingParams.from_wire(value) if isinstance(value, dict) else value
+def _params(value: Any) -> SamplingParams:
+    if isinstance(value, dict):
+        return SamplingParams.from_wire(value)
+    if not isinstance(value, SamplingParams):
+        raise BadRequest(f"params must be SamplingParams or dicts of its fields, got {type(value).__name__}", field="params")
+    return value
+
+
+def _list(name: str, values: Any, of: str) -> list[Any]:
+    if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
+        raise BadRequest(f"{name} must be a list of {of}, got {type(values).__name__}: put a single one into a list", field=name)
+    return list(values)
+
+
+def _each(
+    params: SamplingParams | dict[str, Any] | Sequence[SamplingParams | dict[str, Any]] | None, num: int, include: Any
+) -> list[SamplingParams]:
+    """Parameters per prompt, and a check of `include`, which is common."""
+    if isinstance(include, str):
+        raise BadRequest(f"include must be a list of names, got {include!r}", field="include")
+    if params is None or isinstance(params, SamplingParams | dict):
+        return [_params(params or SamplingParams())] * num
+    each = [_params(p) for p in params]
+    if len(each) != num:
+        raise BadRequest(f"params must be one SamplingParams or one per prompt: got {len(each)} for {num} prompts", field="params")
+    return each
+
+
+def _make(name: str, n: int, on_error: str, make: Callable[[], RolloutRequest]) -> RolloutRequest | list[SampleOutput]:
+    """A checked request; or what it cannot be, as an error that names the item or (`on_error` "return") as n samples of it."""
+    if on_error not in ("raise", "return"):
+        raise BadRequest(f'on_error must be "raise" or "return", got {on_error!r}', field="on_error")
+    try:
+        return make()
+    except Exception as error:
+        if on_error == "return":
+            words = str(error) if isinstance(error, RollsyncError) else describe(error)
+            return [bare_output(name, i, 0, words) for i in range(n)]
+        if isinstance(error, BadRequest):
+            raise type(error)(f"{name}: {error}", field=name) from error
+        raise
 
 
 def _requests(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    params: SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None,
-    include: tuple[str, ...],
-    prefix: str,
-) -> list[RolloutRequest]:
+    engine: Engine, prompts: Any, params: Any, include: tuple[str, ...], prefix: str, on_error: str
+) -> list[RolloutRequest | list[SampleOutput]]:
     """One checked request per prompt. All of them before any starts, so a bad one costs nothing."""
-    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__"):
-        raise BadRequest(f"prompts must be a list of prompts, got {type(prompts).__name__}: put a single one into a list", field="prompts")
-    prompts = list(prompts)
-    if isinstance(include, str):
-        raise BadRequest(f"include must be a list of names, got {include!r}", field="include")
-    one = params is None or isinstance(params, SamplingParams | dict)
-    each = [_params(params or SamplingParams())] * len(prompts) if one else [_params(p) for p in params]  # type: ignore[arg-type, union-attr]
-    if len(each) != len(prompts):
-        raise BadRequest(f"params must be one SamplingParams or one per prompt: got {len(each)} for {len(prompts)} prompts", field="params")
+    prompts = _list("prompts", prompts, "prompts")
     counted: dict[tuple[tuple[int, ...], int | None], int] = {}
-    requests = []
-    for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-        try:
-            content, fields = _split(prompt)
-            ids = _prompt_ids(engine, content)
-            first = fields.pop("first_sample", None)
-            if first is None and own.seed is None:
-                first = 0
-            elif first is None:
-                first = counted.get((ids, own.seed), 0)
-                counted[ids, own.seed] = first + own.n
-            request = RolloutRequest(
-                request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=own, first_sample=first, include=tuple(include), **fields
-            )
-            engine.check_request(request)
-        except BadRequest as error:
-            raise type(error)(f"prompts[{i}]: {error}", field=f"prompts[{i}]") from error
-        requests.append(request)
-    return requests
+
+    def make(i: int, prompt: Prompt, own: SamplingParams) -> RolloutRequest:
+        content, fields = _split(prompt)
+        ids = _prompt_ids(engine, content)
+        first = fields.pop("first_sample", None)
+        if first is None and own.seed is None:
+            first = 0
+        elif first is None:
+            first = counted.get((ids, own.seed), 0)
+            counted[ids, own.seed] = first + own.n
+        request = RolloutRequest(
+            request_id=f"{prefix}-{i}", prompt_token_ids=ids, params=own, first_sample=first, include=tuple(include), **fields
+        )
+        engine.check_request(request)
+        return request
+
+    each = enumerate(zip(prompts, _each(params, len(prompts), include), strict=True))
+    return [_make(f"prompts[{i}]", own.n, on_error, partial(make, i, prompt, own)) for i, (prompt, own) in each]
 
 
 def _add(engine: Engine, request: RolloutRequest, samples: dict[str, list[SampleOutput]]) -> int:
@@ -178,19 +211,10 @@ def _add(engine: Engine, request: RolloutRequest, samples: dict[str, list[Sample
         return request.params.n
 
 
-def generate(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    params: SamplingParams | dict[str, Any] | Sequence[SamplingParams] | None,
-    *,
-    progress: bool,
-    include: tuple[str, ...],
-    id_prefix: str,
-) -> list[RolloutOutput]:
-    """See `Engine.generate`. Outputs of other requests in flight are not taken: with such, use `step`."""
+def _run(engine: Engine, requests: Sequence[RolloutRequest], progress: bool) -> dict[str, list[SampleOutput]]:
+    """The final outputs of requests by id, in sample order. Outputs of other requests in flight are not taken: with such, use `step`."""
     if engine.has_work:
         raise IllegalState("generate needs an engine without other requests in flight: use add_request and step, or abort(all=True)")
-    requests = _requests(engine, prompts, params, include, id_prefix)
     samples: dict[str, list[SampleOutput]] = {request.request_id: [] for request in requests}
     line = _Progress(sum(request.params.n for request in requests), sys.stderr) if progress else None
     queue = deque(requests)
@@ -214,10 +238,55 @@ def generate(
             raise
     for found in samples.values():
         found.sort(key=lambda output: output.sample_index)
+    return samples
+
+
+def generate(
+    engine: Engine, prompts: Any, params: Any, *, progress: bool, include: tuple[str, ...], id_prefix: str, on_error: str
+) -> list[RolloutOutput]:
+    """See `Engine.generate`."""
+    items = _requests(engine, prompts, params, include, id_prefix, on_error)
+    samples = _run(engine, [item for item in items if isinstance(item, RolloutRequest)], progress)
     return [
         RolloutOutput(
-            prompt_token_ids=list(r.prompt_token_ids), samples=samples[r.request_id], tokenizer_source=engine,
-            include_stop_str=r.params.include_stop_str_in_output,
+            prompt_token_ids=list(item.prompt_token_ids), samples=samples[item.request_id], tokenizer_source=engine,
+            include_stop_str=item.params.include_stop_str_in_output,
         )
-        for r in requests
+        if isinstance(item, RolloutRequest)
+        else RolloutOutput(prompt_token_ids=[], samples=item, tokenizer_source=engine)
+        for item in items
     ]
+
+
+def score(
+    engine: Engine,
+    prompts: Any,
+    continuations: Any,
+    params: Any,
+    *,
+    progress: bool,
+    include: tuple[str, ...],
+    id_prefix: str,
+    on_error: str,
+) -> list[SampleOutput]:
+    """See `Engine.score`."""
+    prompts, continuations = _list("prompts", prompts, "prompts"), _list("continuations", continuations, "lists of token ids")
+    if len(prompts) != len(continuations):
+        raise BadRequest(
+            f"continuations must be one per prompt: got {len(continuations)} for {len(prompts)} prompts", field="continuations"
+        )
+
+    def make(i: int, prompt: Prompt, continuation: Any, own: SamplingParams) -> RolloutRequest:
+        content, fields = _split(prompt)
+        if given := fields.keys() & {"forced_token_ids", "continue_from"}:
+            raise BadRequest(f"a prompt to score under takes no {given.pop()}: the continuation says what is scored")
+        if isinstance(continuation, str | bytes | dict) or not hasattr(continuation, "__iter__"):
+            raise BadRequest(f"its continuation must be a list of token ids, got {type(continuation).__name__}")
+        request = score_request(f"{id_prefix}-{i}", _prompt_ids(engine, content), continuation, own, include=include, **fields)
+        engine.check_request(request)
+        return request
+
+    each = enumerate(zip(prompts, continuations, _each(params, len(prompts), include), strict=True))
+    items = [_make(f"prompts[{i}]", 1, on_error, partial(make, i, *pair)) for i, pair in each]
+    samples = _run(engine, [item for item in items if isinstance(item, RolloutRequest)], progress)
+    return [samples[item.request_id][0] if isinstance(item, RolloutRequest) else item[0] for item in items]

@@ -52,7 +52,7 @@ def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
         output.top_token_ids = columns.top_ids[start:]
         output.top_logprobs = columns.top_logprobs[start:]
     if end is not None:
-        if request.prompt_logprobs is not None and len(request.prompt_logprobs) == prompt_tokens:
+        if request.prompt_logprobs is not None and request.num_prompt_scored >= prompt_tokens:
             output.prompt_logprobs = list(request.prompt_logprobs)
         output.finish_reason = end.reason
         output.stop_reason = end.stop_reason

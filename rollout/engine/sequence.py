@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import BadRequest, PromptTooLong, RollsyncError, describe
 from .runner_info import RunnerInfo
@@ -77,14 +77,16 @@ def check_request(spec: RolloutRequest, info: RunnerInfo) -> None:
             field="allowed_token_ids",
         )
     prompt_tokens = len(spec.prompt_token_ids)
-    new = 0 if spec.params.max_tokens == 0 else 1
+    if spec.score_only:
+        new, asked = len(spec.forced_token_ids), f"the continuation's {len(spec.forced_token_ids)}"
+    else:
+        new, asked = (0, "max_tokens 0") if spec.params.max_tokens == 0 else (1, "one new token")
     pool_tokens = info.num_blocks * info.block_tokens
     for limit, what in ((info.max_model_len, "the context"), (pool_tokens, "the KV pool")):
         if prompt_tokens + new > limit:
             raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; {what} of {limit} tokens allows at most {limit - new} "
-                f"(with {'one new token' if new else 'max_tokens 0'})",
-                field="prompt_token_ids",
+                f"the prompt has {prompt_tokens} tokens; {what} of {limit} tokens allows at most {max(0, limit - new)} (with {asked})",
+                field="prompt_token_ids" if prompt_tokens >= limit or not spec.score_only else "forced_token_ids",
             )
 
 
@@ -128,7 +130,7 @@ class Request:
         self.seed = seed
         self.arrival = 0
         self.prompt = spec.prompt_token_ids
-        self.make_matcher = make_matcher if params.stop else None
+        self.make_matcher = make_matcher if params.stop and not spec.score_only else None
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(info.eos_token_ids))
         limit = min(info.max_model_len, info.num_blocks * info.block_tokens)
         self.max_len = limit if params.max_tokens is None else min(limit, len(self.prompt) + params.max_tokens)
@@ -139,7 +141,9 @@ class Request:
         self.wants_entropy = "entropy" in spec.include
         self.wants_top = params.top_logprobs > 0
         self.wants_columns = self.wants_temperature or self.wants_model or self.wants_entropy or self.wants_top
-        self.prompt_logprobs: list[float | None] | None = [None] if "prompt_logprobs" in spec.include else None
+        self.prompt_logprobs: list[float | None] | None = None
+        if "prompt_logprobs" in spec.include:
+            self.prompt_logprobs = [] if spec.prompt_logprobs_start else [None]
         self.live = params.n
         self.pending = params.n
         self.next_index = 0
@@ -158,6 +162,8 @@ class Request:
 
     def _cut_given(self, given: tuple[int, ...]) -> tuple[tuple[int, ...], Ending | None]:
         """Given tokens end a sample just as sampled ones would: where, and how."""
+        if self.spec.score_only:
+            return given, LENGTH
         if self.max_len == len(self.prompt):
             return (), LENGTH
         matcher = self.new_matcher(())
@@ -189,8 +195,13 @@ class Request:
     @property
     def needs_no_step(self) -> bool:
         """Whether it is over before it begins: no token to sample, none to score."""
-        scored = self.prompt_logprobs is None or len(self.prompt) == 1
-        return self.given_end is not None and not self.given and scored
+        return self.given_end is not None and not self.given and self.num_prompt_scored >= len(self.prompt)
+
+    @property
+    def num_prompt_scored(self) -> int:
+        """Prompt tokens, from the first on, that have their logprob or need none."""
+        values = self.prompt_logprobs
+        return len(self.prompt) if values is None else self.spec.prompt_logprobs_start + len(values)
 
     def next_sequence(self) -> Sequence:
         """The next of the n samples that has none yet."""
@@ -296,13 +307,15 @@ class Sequence:
     def trim(self) -> None:
         """Cut the columns to the tokens that have all their values: what a fault amid a token's leaves."""
         columns, request = self.columns, self.request
-        lists = [columns.logprobs]
+        lists: list[list[Any]] = [columns.logprobs]
         if request.wants_temperature:
             lists.append(columns.temperature)
         if request.wants_model:
             lists.append(columns.model)
         if request.wants_entropy:
             lists.append(columns.entropy)
+        if request.wants_top:
+            lists += columns.top_ids, columns.top_logprobs
         whole = min(max(0, len(self.tokens) - len(request.prompt)), *map(len, lists))
         for column in lists:
             del column[whole:]
@@ -311,10 +324,8 @@ class Sequence:
     def next_row(self) -> int:
         """Index of the first token still without the values it needs; what comes before may come from the prefix cache."""
         request = self.request
-        prompt_logprobs = request.prompt_logprobs
-        if prompt_logprobs is not None and len(prompt_logprobs) < len(request.prompt):
-            return len(prompt_logprobs)
-        return len(request.prompt) + len(self.columns.logprobs)
+        scored = request.num_prompt_scored
+        return scored if scored < len(request.prompt) else len(request.prompt) + len(self.columns.logprobs)
 
     @property
     def num_to_feed(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import BadRequest
+from ..fields import did_you_mean
 
 INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
 MAX_SAMPLES = 4096
@@ -200,7 +201,8 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for key in wire:
             if key not in known:
-                raise BadRequest(f"sampling_params.{key} is not a known field (known: {', '.join(sorted(known))})", field=str(key))
+                hint = did_you_mean(str(key), known)
+                raise BadRequest(f"sampling_params.{key} is not a known field{hint} (known: {', '.join(sorted(known))})", field=str(key))
         return cls(**wire)
 
 
@@ -220,9 +222,14 @@ class RolloutRequest:
     continue_from: tuple[int, ...] = ()
     """tokens already sampled (n must be 1); counted in max_tokens, returned in front of the new ones"""
     forced_token_ids: tuple[int, ...] = ()
-    """output tokens given instead of sampled, one after another; scored like sampled ones, then sampling goes on"""
+    """output tokens given instead of sampled, one after another; scored like sampled ones, then sampling goes on. They end a sample as
+    sampled ones would: EOS, stop ids, stop strings and max_tokens cut what follows, and finish_reason says so"""
+    score_only: bool = False
+    """score forced_token_ids to their end, whatever they hold, and sample nothing: no rule that ends a sample counts"""
     include: tuple[str, ...] = ()
     """what to return besides ids and logprobs; of INCLUDES ("text" is the front's business)"""
+    prompt_logprobs_start: int = 0
+    """first prompt token that `prompt_logprobs` covers, 0 to the prompt's length; those before it need no row and may be cached"""
     group: str | None = None
     session: str | None = None
     priority: int = 0
@@ -248,6 +255,15 @@ class RolloutRequest:
         _integer("priority", self.priority, -(1 << 31), 1 << 31, "an int")
         if self.continue_from and self.params.n != 1:
             raise BadRequest(f"continue_from needs n = 1, got n = {self.params.n}", field="continue_from")
+        end = len(self.prompt_token_ids)
+        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, end, f"an int in [0, {end}], the prompt's length")
+        if self.prompt_logprobs_start and "prompt_logprobs" not in self.include:
+            raise BadRequest("prompt_logprobs_start needs prompt_logprobs in include", field="prompt_logprobs_start")
+        for name in ("stream", "score_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"{name} must be true or false, got {getattr(self, name)!r}", field=name)
+        if self.score_only and self.continue_from:
+            raise BadRequest("score_only takes forced_token_ids, not continue_from", field="continue_from")
         if self.continue_from and self.forced_token_ids:
             raise BadRequest("give continue_from or forced_token_ids, not both", field="continue_from")
         for name in ("group", "session"):
@@ -296,7 +312,7 @@ class SampleOutput:
     top_logprobs: list[list[float]] | None = None
     """their log-probabilities, as `logprobs` counts them"""
     prompt_logprobs: list[float | None] | None = None
-    """model log-probability of each prompt token given those before it; None for the first"""
+    """model log-probability of each prompt token, from `prompt_logprobs_start` on, given those before it; None for the prompt's first"""
     finish_reason: str | None = None
     """None on a delta; else one of FINISH_REASONS"""
     stop_reason: int | str | None = None
