@@ -63,6 +63,26 @@ class EngineDead(RollsyncError):
     code = "engine_dead"
 
 
+class ShuttingDown(EngineDead):
+    """The server was told to end; what was in flight is lost."""
+
+    code = "shutting_down"
+
+
+class UnknownRequest(RollsyncError):
+    """No call of this id is in flight or kept."""
+
+    status = 404
+    code = "unknown_request"
+
+
+class DetachLimit(RollsyncError):
+    """Calls with `detach_s` would keep more than the server allows; the message names both. Try again later, or ask for less."""
+
+    status = 503
+    code = "detach_limit"
+
+
 class ConfigError(RollsyncError, ValueError):
     """A start-up setting cannot be used."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import html
 from collections.abc import Callable, Coroutine
@@ -19,14 +20,16 @@ from .checks import decode_body
 from .engine_client import EngineProcess
 from .guard import Access, Guard
 from .openapi import document
-from .protocol import parse_abort, parse_rollouts, schemas
-from .replies import ClientGone, StreamReply, error_reply, read_body, reply, until_disconnect, wants_msgpack
-from .rollouts import RolloutService
-from .schemas import route
+from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
+from .replies import ClientGone, StreamReply, WholeReply, encode, error_reply, read_body, reply, until_disconnect, wants_msgpack
+from .rollouts import RolloutService, Ticket
+from .schemas import STRING, parameter, route
 from .text import TextService
 
 DEFAULT_MAX_BODY_BYTES = 256 << 20
 router = APIRouter()
+ID = parameter("id", STRING, "the request_id, given or told by the start event", "path")
+STREAM = parameter("stream", {"type": "string", "enum": ["false", "true", "samples", "tokens"]}, "as in the body of POST /v1/rollouts")
 
 
 def _service(request: Request) -> RolloutService:
@@ -54,16 +57,40 @@ async def rollouts(request: Request) -> Response:
     """
     service = _service(request)
     call = parse_rollouts(await _body(request))
-    if call.stream and "text" in call.include:
+    if "text" in call.include:
         await service.text.tokenizer()
-    ticket = service.open(call)
-    if call.stream:
-        return StreamReply(service.streamed(ticket), ticket.close, wants_msgpack(request))
+    return await _answer(request, service.open(call))
+
+
+@router.get(
+    "/v1/rollouts/{id:path}",
+    openapi_extra=route("Sampling", gives="RolloutsReply", events="RolloutEvent", errors=(400, 404, 409, 503), parameters=(ID, STREAM)),
+)
+async def reattach(request: Request, id: str) -> Response:
+    """Read the reply of a call with detach_s whose connection was lost, from its beginning, as soon as it is there.
+
+    404 if no such call is in flight or kept, 409 while another connection reads it. If this connection drops too, it is kept for
+    another detach_s. A reply that was sent to its end is kept for half a minute more (or detach_s, if that is shorter): what a
+    dying connection still delivered cannot be known. By then its request_id may be used again.
+    """
+    stream = parse_stream(dict(request.query_params))
+    ticket = _service(request).find(id)
+    ticket.attach(stream)
+    return await _answer(request, ticket)
+
+
+async def _answer(request: Request, ticket: Ticket) -> Response:
+    """The reply to a call that this connection reads."""
+    service = _service(request)
+    binary = wants_msgpack(request)
+    if ticket.stream:
+        return StreamReply(service.streamed(ticket), ticket.leave, binary)
     try:
         body, status = await until_disconnect(request.receive, service.whole(ticket))
-    finally:
-        ticket.close()
-    return reply(request, body, status)
+        return WholeReply(encode(body, binary), status, ticket.leave, binary)
+    except BaseException as error:
+        ticket.leave(sent=not isinstance(error, ClientGone | asyncio.CancelledError))
+        raise
 
 
 @router.post("/v1/engine/abort", openapi_extra=route("Control", takes="Abort", gives="AbortReply", errors=(503,)))

@@ -17,6 +17,8 @@ CAPABILITIES = (
     "rollouts.continue_from",
     "rollouts.forced_token_ids",
     "rollouts.deadline_s",
+    "rollouts.detach_s",
+    "rollouts.on_unavailable",
     "engine.abort",
     "engine.status",
 )
@@ -61,6 +63,7 @@ def status(service: RolloutService) -> dict[str, Any]:
         "progress": {"phase": snapshot.progress[0], "fraction": snapshot.progress[1]},
         "steps": snapshot.steps,
         "calls_in_flight": len(service.in_flight),
+        "calls_unread": sum(not t.is_read for t in service.in_flight.values()),
         "info": snapshot.info,
         "stats": snapshot.stats,
         "weights": {"version": snapshot.stats.get("weight_version"), "valid": engine.is_ready},

@@ -28,7 +28,7 @@ import zmq.asyncio
 from ..engine.config import EngineConfig
 from ..engine.process import flatten
 from ..engine.types import RolloutRequest
-from ..errors import ConfigError, EngineDead, RollsyncError
+from ..errors import ConfigError, EngineDead, RollsyncError, ShuttingDown
 from ..metrics import FrontCounters
 from ..wire import error_from_wire
 
@@ -123,6 +123,10 @@ class EngineProcess:
     def num_waiting(self) -> int:
         return len(self._waiters)
 
+    def lost(self) -> EngineDead:
+        """What a caller is told once `dead` is set."""
+        return (ShuttingDown if self._stopping else EngineDead)(self.dead)
+
     def why_not_live(self) -> str | None:
         return liveness(self.snapshot, self.dead, time.monotonic())
 
@@ -171,13 +175,13 @@ class EngineProcess:
         if self.load_error is not None:
             raise self.load_error
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            raise self.lost()
         return self.snapshot.info
 
     def submit(self, request: RolloutRequest, deliver: Deliver) -> None:
         """Send a request; its outputs, or its error, go to `deliver` on this loop."""
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            raise self.lost()
         self._send("request", request.to_wire())
         self._waiters[request.request_id] = _Waiter(deliver, request.params.n)
 
@@ -234,7 +238,7 @@ class EngineProcess:
 
     def _send_command(self, verb: str, args: dict[str, Any]) -> int:
         if self.dead is not None:
-            raise EngineDead(self.dead)
+            raise self.lost()
         self._numbers += 1
         self._send("command", self._numbers, verb, args)
         return self._numbers
@@ -339,7 +343,7 @@ class EngineProcess:
         if self.dead is None:
             self.dead = words
         self._ready.set()
-        self._fail_waiters(EngineDead(self.dead))
+        self._fail_waiters(self.lost())
 
     def _fail_waiters(self, error: RollsyncError) -> None:
         waiters, self._waiters = self._waiters, {}

@@ -120,11 +120,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        route = path if path in self._routes else "other"
         state = scope.get("state", {})
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                found = getattr(scope.get("route"), "path", path)  # of "/v1/rollouts/abc" the pattern
+                route = found if found in self._routes else "other"
                 self._responses[route, message["status"]] += 1
                 if state.get("crowded"):
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}

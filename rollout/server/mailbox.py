@@ -80,7 +80,7 @@ class Mailbox:
         self._deltas = False
         self._samples: dict[tuple[int, int], _Sample] = {}
         self._errors: dict[int, RollsyncError] = {}
-        self._dead: EngineDead | None = None
+        self._dead: RollsyncError | None = None
         self._news: dict[tuple[int, int], None] = {}
         """keys of `_samples` with something to read, oldest first; (i, -1) is the error of prompt i"""
         self._wake = asyncio.Event()
@@ -97,7 +97,7 @@ class Mailbox:
     def put(self, i: int, item: Output | RollsyncError) -> None:
         """An output of prompt `i`, or its error. EngineDead ends the whole call."""
         if isinstance(item, EngineDead):
-            self._dead = item
+            self.fail(item)
         elif isinstance(item, RollsyncError):
             self._errors[i] = item
             self._news[i, -1] = None
@@ -114,8 +114,13 @@ class Mailbox:
                     self._news[key] = None
         self._wake.set()
 
+    def fail(self, error: RollsyncError) -> None:
+        """Nothing more comes: `get` raises `error` once all is read."""
+        self._dead = self._dead or error
+        self._wake.set()
+
     async def get(self) -> tuple[int, Output | RollsyncError, int]:
-        """(prompt index, delta, final output or error, tokens of that sample read before). Raises EngineDead."""
+        """(prompt index, delta, final output or error, tokens of that sample read before). Raises what the call failed with."""
         while not self._news:
             if self._dead is not None:
                 raise self._dead

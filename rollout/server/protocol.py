@@ -12,11 +12,13 @@ from .checks import (
     Schema,
     boolean,
     check,
+    choice,
     described_by,
     fail,
     include,
     integer,
     messages,
+    number,
     object_schema,
     objects,
     read,
@@ -34,6 +36,13 @@ _first = integer(0, (1 << 32) - MAX_SAMPLES, f"an int in [0, 2**32 - {MAX_SAMPLE
 _STREAM_DOC = (
     'reply as a stream: "samples" (or true) sends each sample when it is finished; "tokens" also sends its tokens as they come. '
     "The deltas of a sample add up to the sample, which follows them whole"
+)
+_DETACH_DOC = (
+    "seconds for which a dropped connection is no reason to end the call: it goes on, its reply is kept until it is read, and "
+    "GET /v1/rollouts/{id} re-attaches. A call that does not stream needs a request_id for that; of a stream the start event tells the id"
+)
+_UNAVAILABLE_DOC = (
+    '"queue": wait while the engine cannot serve for a moment (while it loads, 503 with Retry-After); "refuse": 409 at once'
 )
 
 
@@ -74,7 +83,9 @@ ENVELOPE_FIELDS = (
     Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", default=0),
     Field("stream", _stream, _STREAM_DOC, default=False),
     Field("deadline_s", seconds, 'seconds until the rest ends with its partial output and abort_reason "deadline"'),
-    *_later("min_version", "max_version_lag", "detach_s", "on_unavailable"),
+    Field("detach_s", number(0, 86400), _DETACH_DOC, default=0),
+    Field("on_unavailable", choice("queue", "refuse"), _UNAVAILABLE_DOC, default="queue"),
+    *_later("min_version", "max_version_lag"),
 )
 
 
@@ -105,6 +116,8 @@ class RolloutCall:
     stream: str
     """"samples", "tokens", or empty: one reply"""
     deadline_s: float | None
+    detach_s: float = 0.0
+    on_unavailable: str = "queue"
 
 
 def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
@@ -155,6 +168,8 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     if "n" in sampling:
         raise BadRequest("sampling_params.n is not a field here: give n beside prompts", field="sampling_params.n")
     _sampling(sampling, "sampling_params")
+    if got.get("detach_s") and not got.get("stream") and "request_id" not in got:
+        raise BadRequest("detach_s needs a request_id to re-attach by (or a stream, whose start event tells the id)", field="detach_s")
     return RolloutCall(
         prompts=[_prompt(p, f"prompts[{i}]", sampling, n) for i, p in enumerate(got["prompts"])],
         include=got.get("include", ()),
@@ -164,6 +179,8 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
         priority=got.get("priority", 0),
         stream=got.get("stream", ""),
         deadline_s=got.get("deadline_s"),
+        detach_s=got.get("detach_s", 0.0),
+        on_unavailable=got.get("on_unavailable", "queue"),
     )
 
 
@@ -174,6 +191,12 @@ ABORT_FIELDS = (
     Field("all", boolean, "every call"),
     Field("reason", string, "what the partial outputs say as abort_reason", default="aborted by request"),
 )
+
+
+def parse_stream(query: dict[str, str]) -> str:
+    """RolloutCall.stream of the query of `GET /v1/rollouts/{id}`."""
+    got = read({k: {"true": True, "false": False}.get(v, v) for k, v in query.items()}, (Field("stream", _stream),), "")
+    return str(got.get("stream", ""))
 
 
 def parse_abort(body: Any) -> tuple[str, Any, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
@@ -20,6 +20,8 @@ T = TypeVar("T")
 BODY_GRACE_S = 60.0
 BODY_BYTES_PER_S = 16 << 10
 """a body that is not whole BODY_GRACE_S, and a second per so many bytes, after its headers is refused"""
+CHUNK_BYTES = 1 << 18
+"""bodies are sent in pieces of this many, each once the last has left: a caller that hangs up is noticed"""
 
 
 class ClientGone(Exception):
@@ -109,11 +111,11 @@ def frame(event: dict[str, Any], binary: bool) -> bytes:
 
 
 class StreamReply(Response):
-    """Sends events as they come. Ends `close` is called however the stream ends, a hang-up included."""
+    """Sends events as they come. `leave` is called however the stream ends, with whether it was sent to its end."""
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Any, binary: bool) -> None:
+    def __init__(self, events: AsyncIterator[dict[str, Any]], leave: Callable[[bool], None], binary: bool) -> None:
         super().__init__(media_type=MSGPACK if binary else "text/event-stream", headers={"Cache-Control": "no-store"})
-        self._events, self._close, self._binary = events, close, binary
+        self._events, self._leave, self._binary = events, leave, binary
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,9 +125,35 @@ class StreamReply(Response):
                 await send({"type": "http.response.body", "body": frame(event, self._binary), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+        sent = False
         try:
             await until_disconnect(receive, run())
+            sent = True
         except ClientGone:
             pass
         finally:
-            self._close()
+            self._leave(sent)
+
+
+class WholeReply(Response):
+    """One body; `leave` is called with whether it was sent to its end before the caller hung up."""
+
+    def __init__(self, body: bytes, status: int, leave: Callable[[bool], None], binary: bool) -> None:
+        super().__init__(body, status, media_type=MSGPACK if binary else "application/json")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def run() -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(self.body), CHUNK_BYTES):
+                more = at + CHUNK_BYTES < len(self.body)
+                await send({"type": "http.response.body", "body": self.body[at : at + CHUNK_BYTES], "more_body": more})
+
+        sent = False
+        try:
+            await until_disconnect(receive, run())
+            sent = True
+        except ClientGone:
+            pass
+        finally:
+            self._leave(sent)

@@ -1,215 +1,38 @@
-"""`POST /v1/rollouts`: prompts to engine requests, outputs to a reply, whole or streamed by sample or by token.
-
-Each prompt is an engine request of its own, so one that is refused takes nobody with it. Whatever ends a call early (hang-up,
-abort, deadline) ends its engine requests too.
-"""
+"""`POST /v1/rollouts` and `GET /v1/rollouts/{id}`: calls in flight, and their replies, whole or streamed by sample or token."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ..engine.types import RolloutRequest
-from ..errors import BadRequest, DuplicateRequest, EngineDead, NotReady, RollsyncError
-from ..wire import error_to_wire, pack_array, unpack_array
-from .checks import check_vocabulary
-from .engine_client import EngineProcess, Output
-from .mailbox import Mailbox, output_from
-from .protocol import PromptSpec, RolloutCall
-from .text import SampleText, TextService
+from ..errors import DetachLimit, DuplicateRequest, IllegalState, NotReady, RollsyncError, UnknownRequest
+from ..wire import error_to_wire, pack_array
+from .engine_client import EngineProcess
+from .protocol import RolloutCall
+from .text import TextService
+from .ticket import OPTIONAL_COLUMNS, Ticket
 
-Item = dict[str, Any] | RollsyncError
-"""a sample or a delta of one as the reply shows it, or the error of a prompt"""
-OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs", "prompt_logprobs")
+__all__ = ["RolloutService", "Ticket"]
 
-
-def sample_to_reply(output: Output) -> dict[str, Any]:
-    """An engine output as the reply shows it."""
-    sample = {"index": output["sample_index"]}
-    for name in ("token_ids", "logprobs", "finish_reason", "stop_reason", "abort_reason", "weight_versions", "seed", "cached_tokens"):
-        sample[name] = output.get(name)
-    sample.update({name: output[name] for name in (*OPTIONAL_COLUMNS, "error") if name in output})
-    return sample
+MAX_DETACHED_CALLS = 1024
+MAX_DETACHED_BYTES = 1 << 30
+"""of replies that may have to be kept at the same time, by the longest they can get"""
 
 
-def delta_to_reply(output: Output) -> dict[str, Any]:
-    """New tokens of a running sample: `start` and the spans of `weight_versions` count from the sample's first token."""
-    delta = {"index": output["sample_index"], "start": output["start"], "token_ids": output["token_ids"], "logprobs": output["logprobs"]}
-    delta.update({name: output[name] for name in OPTIONAL_COLUMNS if name in output})
-    return {**delta, "weight_versions": output["weight_versions"], "finish_reason": None}
-
-
-def _aborted_output(request_id: str, index: int, seed: int | None, reason: str) -> Output:
-    """What a sample says that was aborted before the engine saw it."""
-    empty = {"token_ids": pack_array("<i4", []), "logprobs": pack_array("<f4", [])}
-    ends = {"finish_reason": "abort", "abort_reason": reason, "weight_versions": [], "seed": seed or 0, "cached_tokens": 0}
-    return {"request_id": request_id, "sample_index": index, **empty, **ends}
-
-
-def name_prompt(error: RollsyncError, i: int) -> RollsyncError:
-    """The same error with the engine's field names as the caller wrote them."""
-    if not isinstance(error, BadRequest) or (error.field or "").startswith("prompts["):
-        return error
-
-    def path(name: str) -> str:
-        return f"prompts[{i}]." + ("token_ids" + name.removeprefix("prompt_token_ids") if name.startswith("prompt_token_ids") else name)
-
-    field, message = error.field, str(error)
-    if field is None:
-        return type(error)(f"prompts[{i}]: {message}", field=f"prompts[{i}]")
-    return type(error)(path(message) if message.startswith(field) else f"{path(field)}: {message}", field=path(field))
-
-
-class Ticket:
-    """One call in flight: it submits the prompts, hands out what comes back, and cleans up."""
-
-    def __init__(self, service: RolloutService, call: RolloutCall, call_id: str) -> None:
-        self.call, self.id = call, call_id
-        self.key = f"{call_id}#{service.next_number()}"
-        """names this call to the engine: what still comes for an earlier call of the same id must not be taken for this one's"""
-        self.prompt_ids: list[tuple[int, ...] | None] = [None] * len(call.prompts)
-        self.aborted: str | None = None
-        self._service, self._engine = service, service.engine
-        self._mailbox = Mailbox()
-        self._mailbox.rewind(deltas=call.stream == "tokens")
-        self._open: dict[str, int] = {}
-        self._counts: Counter[tuple[tuple[int, ...], int | None]] = Counter()
-        self._timer: asyncio.TimerHandle | None = None
-        if call.deadline_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(call.deadline_s, self.abort, "deadline")
-
-    @property
-    def open_request_ids(self) -> list[str]:
-        return list(self._open)
-
-    def abort(self, reason: str) -> None:
-        """End what has not ended; the call is answered with the partial outputs."""
-        if self.mark_aborted(reason):
-            self._engine.abort_quietly(list(self._open), reason)
-
-    def mark_aborted(self, reason: str) -> bool:
-        """Keep prompts not yet submitted from being submitted."""
-        first, self.aborted = self.aborted is None, self.aborted or reason
-        return first
-
-    def close(self) -> None:
-        """Free whatever is still in the engine. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._service.in_flight.pop(self.id, None)
-        left = [i for i in self._open if self._engine.forget(i)]
-        self._open.clear()
-        self._engine.abort_quietly(left, "client disconnected")
-
-    async def start(self) -> None:
-        """Tokenise where needed and submit every prompt; a prompt that fails becomes an item error."""
-        for i, prompt in enumerate(self.call.prompts):
-            try:
-                await self._submit(i, prompt)
-            except EngineDead:
-                raise
-            except RollsyncError as error:
-                self._engine.counters.rejected(error.code)
-                self._mailbox.put(i, error)
-            if i % 64 == 63:
-                await asyncio.sleep(0)  # a long list must not hold up health
-
-    async def _submit(self, i: int, prompt: PromptSpec) -> None:
-        ids = await self._ids(i, prompt)
-        vocabulary = self._engine.snapshot.info.get("embed_size")
-        for name, given in (("token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", prompt.forced_token_ids)):
-            check_vocabulary(f"prompts[{i}].{name}", given, vocabulary)
-        key = (ids, prompt.params.seed)
-        request_id = f"{self.key}/{i}"
-        request = RolloutRequest(
-            request_id=request_id,
-            prompt_token_ids=ids,
-            params=prompt.params,
-            first_sample=self._counts[key] if prompt.first_sample is None else prompt.first_sample,
-            continue_from=prompt.continue_from,
-            forced_token_ids=prompt.forced_token_ids,
-            include=tuple(name for name in self.call.include if name != "text"),
-            group=self.call.group,
-            session=self.call.session,
-            priority=self.call.priority,
-            stream=self.call.stream == "tokens",
-        )
-        self.prompt_ids[i] = ids  # only now known to fit the reply's int32
-        if prompt.first_sample is None:
-            self._counts[key] += prompt.params.n
-        if self.aborted is not None:
-            for k in range(prompt.params.n):
-                self._mailbox.put(i, _aborted_output(request_id, request.first_sample + k, prompt.params.seed, self.aborted))
-            return
-        self._engine.submit(request, self._deliver)
-        self._open[request_id] = i
-
-    async def _ids(self, i: int, prompt: PromptSpec) -> tuple[int, ...]:
-        if prompt.text is not None:
-            ids = await self._service.text.encode(prompt.text)
-        elif prompt.messages is not None:
-            ids = await self._service.text.render(prompt.messages, prompt.chat_template_kwargs)
-        else:
-            ids = prompt.ids or ()
-        if not ids:
-            raise BadRequest(f"prompts[{i}] must hold at least one token, got none", field=f"prompts[{i}]")
-        return ids
-
-    def _deliver(self, request_id: str, item: Output | RollsyncError) -> None:
-        index = self._open.get(request_id)
-        if index is not None:
-            self._mailbox.put(index, item)
-
-    async def events(self) -> AsyncIterator[tuple[int, Item]]:
-        """(prompt index, item): each finished sample once, or the prompt's error. Raises EngineDead.
-
-        A call that streams tokens also gets deltas, samples with finish_reason None. Those of a sample add up to it exactly,
-        and it follows whole. What came while the reader was away is one delta.
-        """
-        left = [p.params.n for p in self.call.prompts]
-        total = sum(left)
-        texts: dict[tuple[int, int], SampleText] = {}
-        wants_text = "text" in self.call.include
-        while total:
-            i, item, sent = await self._mailbox.get()
-            if isinstance(item, RollsyncError):
-                total -= left[i]
-                self._open.pop(f"{self.key}/{i}", None)
-                yield i, name_prompt(item, i)
-                continue
-            key = (i, item["sample_index"])
-            if wants_text and key not in texts:
-                texts[key] = await self._service.text.sample_text(self.call.prompts[i].params)
-            text = texts.get(key)
-            if self.call.stream == "tokens":
-                delta = await self._delta(item, sent, text)
-                if delta["token_ids"]["shape"][0] or delta.get("text"):
-                    yield i, delta
-            if "finish_reason" not in item:
-                continue
-            left[i] -= 1
-            total -= 1
-            if left[i] == 0:
-                self._open.pop(item["request_id"], None)
-            sample = sample_to_reply(item)
-            if text is not None:
-                if self.call.stream != "tokens":
-                    await self._service.text.extend(text, unpack_array(item["token_ids"]), item)
-                sample.update(text.to_reply())
-                del texts[key]
-            yield i, sample
-
-    async def _delta(self, item: Output, sent: int, text: SampleText | None) -> dict[str, Any]:
-        """What is new since `sent`: all of a joined delta, or the tail of a final output."""
-        final = "finish_reason" in item
-        delta = delta_to_reply(output_from(item, sent) if final else item)
-        if text is not None:
-            delta["text"] = await self._service.text.extend(text, unpack_array(delta["token_ids"]), item if final else None)
-        return delta
+def reply_bytes(call: RolloutCall, max_model_len: int) -> int:
+    """What the reply to `call` can take at most."""
+    columns = 2 + sum(name in OPTIONAL_COLUMNS for name in call.include)
+    total = 0
+    for prompt in call.prompts:
+        prompt_tokens = len(prompt.ids) if prompt.ids is not None else max_model_len
+        room = max(0, max_model_len - (prompt_tokens if prompt.ids is not None else 0))
+        new = room if prompt.params.max_tokens is None else min(room, prompt.params.max_tokens)
+        likeliest = 2 * (prompt.params.top_logprobs or 0)
+        scored = prompt_tokens if "prompt_logprobs" in call.include else 0
+        total += 40 * prompt_tokens + prompt.params.n * (1024 + 4 * (columns + likeliest) * new + 4 * scored)
+    return total
 
 
 class Usage:
@@ -239,6 +62,11 @@ class RolloutService:
     def __init__(self, engine: EngineProcess, text: TextService) -> None:
         self.engine, self.text = engine, text
         self.in_flight: dict[str, Ticket] = {}
+        """by id; also those kept for a reader to come back"""
+        self._sent: dict[str, Ticket] = {}
+        """those whose reply was sent and is kept a little longer; oldest first, their names free for others"""
+        self._reserved: dict[str, int] = {}
+        """bytes that calls with detach_s may need"""
         self.next_number = itertools.count().__next__
 
     @property
@@ -251,22 +79,71 @@ class RolloutService:
         return str(self.engine.snapshot.info.get("fingerprint", ""))
 
     def open(self, call: RolloutCall) -> Ticket:
-        """Register a call. Raises EngineDead, NotReady or DuplicateRequest."""
+        """Register a call and begin it, read by its caller. Raises EngineDead, NotReady, IllegalState, DuplicateRequest, DetachLimit."""
         if self.engine.dead is not None:
-            raise EngineDead(self.engine.dead)
+            raise self.engine.lost()
         if not self.engine.is_ready:
-            raise NotReady(f"the engine is still starting ({self.engine.snapshot.progress[0]}): ask /health/ready")
+            why = f"the engine is still starting ({self.engine.snapshot.progress[0]})"
+            raise IllegalState(why) if call.on_unavailable == "refuse" else NotReady(f"{why}: ask /health/ready")
         call_id = call.request_id or uuid.uuid4().hex
         if call_id in self.in_flight:
-            raise DuplicateRequest(f"request_id {call_id!r} is still in flight: choose another, or abort it first")
+            state = "still in flight: choose another, or abort it first"
+            if self.in_flight[call_id].call.detach_s:
+                state = f"in flight or kept: GET /v1/rollouts/{call_id} re-attaches"
+            raise DuplicateRequest(f"request_id {call_id!r} is {state}")
+        if call_id in self._sent:
+            self._sent[call_id].close()
+        if call.detach_s:
+            self._reserve(call, call_id)
         ticket = self.in_flight[call_id] = Ticket(self, call, call_id)
+        ticket.attach(call.stream)
         return ticket
+
+    def find(self, call_id: str) -> Ticket:
+        """UnknownRequest if no such call is in flight or kept."""
+        ticket = self.in_flight.get(call_id) or self._sent.get(call_id)
+        if ticket is None:
+            raise UnknownRequest(f"no call {call_id!r} is in flight or kept: it never was, its reply was sent, or its detach_s is over")
+        return ticket
+
+    def _reserve(self, call: RolloutCall, call_id: str) -> None:
+        """Keep room for the longest reply `call` can get. DetachLimit if there is none."""
+        size = reply_bytes(call, int(self.engine.snapshot.info.get("max_model_len", 0)))
+        held = sum(self._reserved.values())
+        while self._sent and (len(self._reserved) >= MAX_DETACHED_CALLS or held + size > MAX_DETACHED_BYTES):
+            next(iter(self._sent.values())).close()
+            held = sum(self._reserved.values())
+        if len(self._reserved) >= MAX_DETACHED_CALLS or held + size > MAX_DETACHED_BYTES:
+            raise DetachLimit(
+                f"at most {MAX_DETACHED_CALLS} calls with detach_s, with replies of {MAX_DETACHED_BYTES} bytes in all: "
+                f"{len(self._reserved)} hold {held}, and this one may need {size}; send fewer samples, a lower max_tokens, or no detach_s"
+            )
+        self._reserved[call_id] = size
+
+    def keeps(self, ticket: Ticket) -> bool:
+        """Whether it is not closed."""
+        return ticket in (self.in_flight.get(ticket.id), self._sent.get(ticket.id))
+
+    def set_aside(self, ticket: Ticket) -> None:
+        """Its reply is all there and being sent: no longer in flight, but kept for now."""
+        if self.in_flight.get(ticket.id) is ticket:
+            del self.in_flight[ticket.id]
+            self._sent[ticket.id] = ticket
+
+    def take_back(self, ticket: Ticket) -> None:
+        """Its reply was not received, so its name is taken again, unless another call has it."""
+        if self._sent.get(ticket.id) is ticket and ticket.id not in self.in_flight:
+            self.in_flight[ticket.id] = self._sent.pop(ticket.id)
+
+    def closed(self, ticket: Ticket) -> None:
+        """The call is over and nothing of it is kept."""
+        for group in (self.in_flight, self._sent):
+            if group.get(ticket.id) is ticket:
+                del group[ticket.id]
+                self._reserved.pop(ticket.id, None)
 
     async def whole(self, ticket: Ticket) -> tuple[dict[str, Any], int]:
         """The reply to a call that does not stream, and its HTTP status: that of the first error if every prompt failed."""
-        if "text" in ticket.call.include:
-            await self.text.tokenizer()
-        await ticket.start()
         samples: list[list[dict[str, Any]]] = [[] for _ in ticket.call.prompts]
         errors: dict[int, RollsyncError] = {}
         usage = Usage()
@@ -276,6 +153,8 @@ class RolloutService:
             else:
                 samples[i].append(item)
                 usage.add(item)
+        await ticket.start()
+        ticket.finish()
         results: list[dict[str, Any]] = []
         for i, ids in enumerate(ticket.prompt_ids):
             if i in errors:
@@ -308,4 +187,5 @@ class RolloutService:
         except Exception as error:  # the status line is gone: the stream itself has to say it
             yield {"event": "error", "error": error_to_wire(error)}
             return
+        ticket.finish()
         yield {"event": "done", "id": ticket.id, "usage": usage.to_reply(ticket, failed)}

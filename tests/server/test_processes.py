@@ -15,7 +15,7 @@ import httpx
 import pytest
 from rollsync import RolloutClient
 from rollsync.rollout.cli import main
-from rollsync.rollout.errors import EngineDead, ServerUnreachable
+from rollsync.rollout.errors import EngineDead, ServerUnreachable, ShuttingDown
 from rollsync.rollout.server.engine_client import Snapshot, liveness
 
 FOREVER = {"max_tokens": 4000}
@@ -104,7 +104,7 @@ def test_a_signal_ends_everything(serving: Any, until: Until, alive: Alive, sign
         assert server.process.wait(8) == code
         for thread in threads:
             thread.join(2.0)
-        assert len(got) == 3 and all(isinstance(e, EngineDead | ServerUnreachable) for e in got), got
+        assert len(got) == 3 and all(isinstance(e, ShuttingDown) for e in got), got
         assert not alive(pid)
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -126,7 +126,10 @@ def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive) -> None:
             health = client.health()
             assert (health["live"], health["ready"], health["progress"]) == (True, False, 0.5)
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/rollouts", json={"prompts": [{"token_ids": [1]}]})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            assert (answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]) == (503, "not_ready", "1")
+            refuse = {"prompts": [{"token_ids": [1]}], "on_unavailable": "refuse"}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/rollouts", json=refuse)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "illegal_state")
             pid = client.status()["engine_pid"]
             process.send_signal(signal.SIGINT)
             assert process.wait(8) == 130

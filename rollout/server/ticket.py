@@ -1,0 +1,267 @@
+"""One call of `POST /v1/rollouts` in flight, from its prompts to the items of its reply.
+
+Each prompt is an engine request of its own, so one that is refused takes nobody with it. Whatever ends a call early (hang-up,
+abort, deadline) ends its engine requests too; a call with `detach_s` outlives its reader for that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from ..engine.types import RolloutRequest
+from ..errors import BadRequest, EngineDead, IllegalState, RollsyncError, UnknownRequest
+from ..wire import COLUMNS, pack_array, unpack_array
+from .checks import check_vocabulary
+from .engine_client import Output
+from .mailbox import TOKEN_COLUMNS, Mailbox, output_from
+from .protocol import PromptSpec, RolloutCall
+from .text import SampleText
+
+if TYPE_CHECKING:
+    from .rollouts import RolloutService
+
+Item = dict[str, Any] | RollsyncError
+"""a sample or a delta of one as the reply shows it, or the error of a prompt"""
+SENT_KEPT_S = 30.0
+"""how long a reply with detach_s is kept once it was sent: what a dropped connection has not delivered cannot be known"""
+OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs", "prompt_logprobs")
+
+
+def sample_to_reply(output: Output) -> dict[str, Any]:
+    """An engine output as the reply shows it."""
+    sample = {"index": output["sample_index"]}
+    for name in ("token_ids", "logprobs", "finish_reason", "stop_reason", "abort_reason", "weight_versions", "seed", "cached_tokens"):
+        sample[name] = output.get(name)
+    sample.update({name: output[name] for name in (*OPTIONAL_COLUMNS, "error") if name in output})
+    return sample
+
+
+def delta_to_reply(output: Output) -> dict[str, Any]:
+    """New tokens of a running sample: `start` and the spans of `weight_versions` count from the sample's first token."""
+    delta = {"index": output["sample_index"], "start": output["start"], "token_ids": output["token_ids"], "logprobs": output["logprobs"]}
+    delta.update({name: output[name] for name in OPTIONAL_COLUMNS if name in output})
+    return {**delta, "weight_versions": output["weight_versions"], "finish_reason": None}
+
+
+def _aborted_output(request: RolloutRequest, index: int, reason: str) -> Output:
+    """What a sample says that was aborted before the engine saw it."""
+    names = ("token_ids", "logprobs", *(name for name in request.include if name in TOKEN_COLUMNS))
+    empty = {name: pack_array(COLUMNS[name], []) for name in names}
+    ends = {"finish_reason": "abort", "abort_reason": reason, "weight_versions": [], "seed": request.params.seed or 0, "cached_tokens": 0}
+    return {"request_id": request.request_id, "sample_index": index, **empty, **ends}
+
+
+def name_prompt(error: RollsyncError, i: int) -> RollsyncError:
+    """The same error with the engine's field names as the caller wrote them."""
+    if not isinstance(error, BadRequest) or (error.field or "").startswith("prompts["):
+        return error
+
+    def path(name: str) -> str:
+        return f"prompts[{i}]." + ("token_ids" + name.removeprefix("prompt_token_ids") if name.startswith("prompt_token_ids") else name)
+
+    field, message = error.field, str(error)
+    if field is None:
+        return type(error)(f"prompts[{i}]: {message}", field=f"prompts[{i}]")
+    return type(error)(path(message) if message.startswith(field) else f"{path(field)}: {message}", field=path(field))
+
+
+class Ticket:
+    """One call in flight: it submits the prompts, hands what comes back to its reader, and cleans up."""
+
+    def __init__(self, service: RolloutService, call: RolloutCall, call_id: str) -> None:
+        self.call, self.id = call, call_id
+        self.key = f"{call_id}#{service.next_number()}"
+        """names this call to the engine: what still comes for an earlier call of the same id must not be taken for this one's"""
+        self.prompt_ids: list[tuple[int, ...] | None] = [None] * len(call.prompts)
+        self.aborted: str | None = None
+        self.stream = call.stream
+        """what the reader wants: "samples", "tokens", or empty"""
+        self.is_read = False
+        self._service, self._engine = service, service.engine
+        self._mailbox = Mailbox(keep=call.detach_s > 0)
+        self._mailbox.rewind(deltas=call.stream == "tokens")
+        self._open: dict[str, tuple[int, int]] = {}
+        """(prompt index, samples to come) of the requests in the engine"""
+        self._counts: Counter[tuple[tuple[int, ...], int | None]] = Counter()
+        loop = asyncio.get_running_loop()
+        self._timer = None if call.deadline_s is None else loop.call_later(call.deadline_s, self.abort, "deadline")
+        self._expiry: asyncio.TimerHandle | None = None
+        self._starting = loop.create_task(self._start())
+
+    @property
+    def open_request_ids(self) -> list[str]:
+        return list(self._open)
+
+    def abort(self, reason: str) -> None:
+        """End what has not ended; the call is answered with the partial outputs."""
+        if self.mark_aborted(reason):
+            self._engine.abort_quietly(list(self._open), reason)
+
+    def mark_aborted(self, reason: str) -> bool:
+        """Keep prompts not yet submitted from being submitted."""
+        first, self.aborted = self.aborted is None, self.aborted or reason
+        return first
+
+    def attach(self, stream: str) -> None:
+        """A reader begins, with everything from the beginning. IllegalState if there is one already."""
+        if self.is_read:
+            raise IllegalState(f"call {self.id!r} is being read by another connection: wait for that one, or close it")
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self.is_read, self.stream = True, stream
+        self._mailbox.rewind(deltas=stream == "tokens")
+
+    def finish(self) -> None:
+        """All has come: the name is free for others before the caller has the last byte."""
+        if self.call.detach_s:
+            self._service.set_aside(self)
+        else:
+            self.close()
+
+    def leave(self, sent: bool) -> None:
+        """The reader is gone. With `detach_s` the call is kept: for that long, or, its reply sent, in case the last bytes were lost."""
+        self.is_read = False
+        if not self.call.detach_s or not self._service.keeps(self):
+            self.close()
+            return
+        if not sent:
+            self._service.take_back(self)
+        kept_s = min(self.call.detach_s, SENT_KEPT_S) if sent else self.call.detach_s
+        self._expiry = asyncio.get_running_loop().call_later(kept_s, self.close)
+
+    def close(self) -> None:
+        """Free whatever is still in the engine, and what was kept. Idempotent."""
+        for timer in (self._timer, self._expiry):
+            if timer is not None:
+                timer.cancel()
+        self._starting.cancel()
+        self._service.closed(self)
+        left = [i for i in self._open if self._engine.forget(i)]
+        self._open.clear()
+        self._mailbox.fail(UnknownRequest(f"call {self.id!r} is no longer kept"))
+        self._mailbox = Mailbox()
+        self._engine.abort_quietly(left, "client disconnected")
+
+    async def start(self) -> None:
+        """Wait until every prompt is tokenised and submitted, or refused: then `prompt_ids` are known."""
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        for i, prompt in enumerate(self.call.prompts):
+            try:
+                await self._submit(i, prompt)
+            except EngineDead as error:
+                self._mailbox.put(i, error)
+                return
+            except RollsyncError as error:
+                self._refuse(i, error)
+            except Exception as error:  # one prompt's fault must not end the others
+                traceback.print_exc(file=sys.stderr)
+                self._refuse(i, RollsyncError(f"{type(error).__name__}: {error}"))
+            if i % 64 == 63:
+                await asyncio.sleep(0)  # a long list must not hold up health
+
+    def _refuse(self, i: int, error: RollsyncError) -> None:
+        self._engine.counters.rejected(error.code)
+        self._mailbox.put(i, error)
+
+    async def _submit(self, i: int, prompt: PromptSpec) -> None:
+        ids = await self._ids(i, prompt)
+        vocabulary = self._engine.snapshot.info.get("embed_size")
+        for name, given in (("token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", prompt.forced_token_ids)):
+            check_vocabulary(f"prompts[{i}].{name}", given, vocabulary)
+        key = (ids, prompt.params.seed)
+        request_id = f"{self.key}/{i}"
+        request = RolloutRequest(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=prompt.params,
+            first_sample=self._counts[key] if prompt.first_sample is None else prompt.first_sample,
+            continue_from=prompt.continue_from,
+            forced_token_ids=prompt.forced_token_ids,
+            include=tuple(name for name in self.call.include if name != "text"),
+            group=self.call.group,
+            session=self.call.session,
+            priority=self.call.priority,
+            stream=self.call.stream == "tokens",
+        )
+        self.prompt_ids[i] = ids  # only now known to fit the reply's int32
+        if prompt.first_sample is None:
+            self._counts[key] += prompt.params.n
+        if self.aborted is not None:
+            for k in range(prompt.params.n):
+                self._mailbox.put(i, _aborted_output(request, request.first_sample + k, self.aborted))
+            return
+        self._engine.submit(request, self._deliver)
+        self._open[request_id] = (i, prompt.params.n)
+
+    async def _ids(self, i: int, prompt: PromptSpec) -> tuple[int, ...]:
+        if prompt.text is not None:
+            ids = await self._service.text.encode(prompt.text)
+        elif prompt.messages is not None:
+            ids = await self._service.text.render(prompt.messages, prompt.chat_template_kwargs)
+        else:
+            ids = prompt.ids or ()
+        if not ids:
+            raise BadRequest(f"prompts[{i}] must hold at least one token, got none", field=f"prompts[{i}]")
+        return ids
+
+    def _deliver(self, request_id: str, item: Output | RollsyncError) -> None:
+        if request_id not in self._open:
+            return
+        i, left = self._open[request_id]
+        left -= left if isinstance(item, RollsyncError) else "finish_reason" in item
+        if left:
+            self._open[request_id] = (i, left)
+        else:
+            del self._open[request_id]
+        self._mailbox.put(i, item)
+
+    async def events(self) -> AsyncIterator[tuple[int, Item]]:
+        """(prompt index, item): each finished sample once, or the prompt's error. Raises EngineDead.
+
+        A reader that streams tokens also gets deltas, samples with finish_reason None. Those of a sample add up to it exactly,
+        and it follows whole. What came while the reader was away is one delta.
+        """
+        left = [p.params.n for p in self.call.prompts]
+        total = sum(left)
+        texts: dict[tuple[int, int], SampleText] = {}
+        wants_text = "text" in self.call.include
+        while total:
+            i, item, sent = await self._mailbox.get()
+            if isinstance(item, RollsyncError):
+                total -= left[i]
+                yield i, name_prompt(item, i)
+                continue
+            key = (i, item["sample_index"])
+            if wants_text and key not in texts:
+                texts[key] = await self._service.text.sample_text(self.call.prompts[i].params)
+            text = texts.get(key)
+            if self.stream == "tokens":
+                delta = await self._delta(item, sent, text)
+                if delta["token_ids"]["shape"][0] or delta.get("text"):
+                    yield i, delta
+            if "finish_reason" not in item:
+                continue
+            left[i] -= 1
+            total -= 1
+            sample = sample_to_reply(item)
+            if text is not None:
+                if self.stream != "tokens":
+                    await self._service.text.extend(text, unpack_array(item["token_ids"]), item)
+                sample.update(text.to_reply())
+                del texts[key]
+            yield i, sample
+
+    async def _delta(self, item: Output, sent: int, text: SampleText | None) -> dict[str, Any]:
+        """What is new since `sent`: all of a joined delta, or the tail of a final output."""
+        final = "finish_reason" in item
+        delta = delta_to_reply(output_from(item, sent) if final else item)
+        if text is not None:
+            delta["text"] = await self._service.text.extend(text, unpack_array(delta["token_ids"]), item if final else None)
+        return delta
