@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..models import decoder
 from ..models.config import DecoderConfig, load_decoder_config, resolve_model_path
 from ..models.layers import rope_tables
-from ..models.loader import cached_checkpoint, load_weights
+from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
 from .batch import BatchBuilder, Slots
 from .config import EngineConfig
 from .planner import MAX_FORCED_ROWS
@@ -119,6 +119,7 @@ class ModelRunner:
             path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
         tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
         model = load_decoder_config(path, tokenizer)
+        checked_checkpoint(model, path, load_format)  # before any memory is taken
         kernels = choose_kernels(config.numerics.kernels)
         fingerprint = check_build(kernels, config.numerics.k_shards, config.numerics.head_dtype)
         self._vocab_limit = model.vocab_size if config.sample_padding else model.num_token_ids or model.vocab_size
@@ -146,7 +147,9 @@ class ModelRunner:
         try:
             self._build(config, model, kernels, layout)
         except (OSError, MemoryError, OverflowError) as error:
-            raise ConfigError(f"no memory for a KV pool of {layout.nbytes} bytes ({error}): lower cache.memory_bytes") from error
+            raise ConfigError(
+                f"no memory for the weights and a KV pool of {layout.nbytes} bytes ({error}): lower cache.memory_bytes"
+            ) from error
         try:
             report = lambda done, total: progress("loading weights", done / max(total, 1))  # noqa: E731
             load_weights(model, path, load_format, self.weights, dtype=dtype, progress=report)
@@ -181,11 +184,14 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
         )
+        needed, available = model.num_parameters * layout.dtype.itemsize, available_memory()
+        if needed > available:
+            raise ConfigError(f"the weights take {needed} bytes as {dtype}, and only {available} bytes of memory are available")
         return config.resolve(
             checkpoint_dtype=model.dtype,
             model_context=model.max_position_embeddings,
             kv_bytes_per_block=layout.block_bytes,
-            available_bytes=available_memory(),
+            available_bytes=available,
         )
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from ..errors import ConfigError, UnsupportedModel
 
 MAX_SIZE = 1 << 31
 """bound of every size in a config; far above any model, and small enough that products of a few fit"""
+MAX_NUMBER = 1e30
+"""bound of every other number; far above any model, and float32 holds it times another million"""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -69,15 +70,15 @@ class ConfigReader:
             return least if default is None else default
         return value
 
-    def number(self, key: str, default: float | None = None, above: float = 0.0) -> float:
-        """A finite number above `above`; without a default it must be there."""
+    def number(self, key: str, default: float | None = None, above: float = 0.0, most: float = MAX_NUMBER) -> float:
+        """A number in (above, most]; without a default it must be there."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
                 self.malformed.append(f"{self._prefix}{key} is missing")
             return above + 1.0 if default is None else default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or not value > above:
-            self.bad(key, value, f"a finite number above {above:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:  # a NaN is not
+            self.bad(key, value, f"a number above {above:g} and at most {most:g}")
             return above + 1.0 if default is None else default
         return float(value)
 
@@ -121,13 +122,6 @@ class ConfigReader:
         problems = dict.fromkeys(self.malformed + self.unsupported)  # some values are read twice
         if problems:
             raise (ConfigError if self.malformed else UnsupportedModel)(f"{self.where}: {'; '.join(problems)}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -25,6 +26,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 NORMAL_TOKEN, CONTROL_TOKEN, USER_DEFINED_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5
 """values of `tokenizer.ggml.token_type`"""
+_ROPE_SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned")
 _CHUNK_ELEMENTS = 1 << 20
 
 _TOP_NAMES = {
@@ -63,7 +65,7 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) // self.format.elements * self.format.bytes
+        return math.prod(self.shape) // self.format.elements * self.format.bytes
 
 
 class _Cursor:
@@ -91,6 +93,8 @@ class _Cursor:
             item, count = self.scalar("<I"), self.scalar("<Q")
             if item in (_STRING, _ARRAY):
                 return [self.value(item) for _ in range(count)]
+            if item not in _SCALARS:
+                raise ConfigError(f"GGUF metadata has an array of unknown type {item}")
             dtype = np.dtype("?" if item == 7 else _SCALARS[item])
             start = self.position
             self.position += dtype.itemsize * count
@@ -118,8 +122,12 @@ class GgufFile:
             self._mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self._read_header()
+        except ConfigError:
+            raise
         except (struct.error, IndexError) as error:
             raise ConfigError(f"{self.path} ends inside its header: the file is cut short or damaged") from error
+        except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"{self.path} has a damaged header: {error}") from error
         self._bytes = np.frombuffer(self._mmap, np.uint8)
 
     def _read_header(self) -> None:
@@ -157,6 +165,9 @@ class GgufFile:
             if hf_name is None:
                 problems.append(f"GGUF tensor {name} has no role in a {self.architecture} model computed here")
                 continue
+            if not shape or shape[-1] % fmt.elements:
+                problems.append(f"GGUF tensor {name} of shape {list(shape)} is not made of {fmt.name} blocks of {fmt.elements}")
+                continue
             tensor = GgufTensor(hf_name, shape, fmt, start + offset, self._permuted_heads(name))
             if tensor.offset + tensor.nbytes > len(self._mmap):
                 raise ConfigError(f"{self.path} ends inside tensor {name}: the file is cut short")
@@ -176,10 +187,10 @@ class GgufFile:
         """llama.cpp's converter interleaves the halves of q and k heads for architecture llama, and for no other."""
         if self.architecture != "llama" or not name.startswith("blk."):
             return 0
-        heads = int(self.get("attention.head_count"))
+        heads = self.count("attention.head_count")
         if ".attn_q." in name:
             return heads
-        return int(self.get("attention.head_count_kv", heads)) if ".attn_k." in name else 0
+        return self.count("attention.head_count_kv", heads) if ".attn_k." in name else 0
 
     def get(self, key: str, *default: Any) -> Any:
         """Metadata `<architecture>.<key>`; ConfigError if it is missing and no default is given."""
@@ -187,6 +198,20 @@ class GgufFile:
         if full not in self.metadata and not default:
             raise ConfigError(f"{self.path} has no metadata {full}")
         return self.metadata.get(full, *default)
+
+    def count(self, key: str, *default: int) -> int:
+        """Metadata `<architecture>.<key>`, a whole number of 1 or more."""
+        value = self.get(key, *default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.path}: {self.architecture}.{key} must be a whole number of 1 or more, got {value!r:.80}")
+        return value
+
+    def number(self, key: str, *default: float) -> float:
+        """Metadata `<architecture>.<key>`, a finite number above 0, as the shortest decimal that is this float32."""
+        value = self.get(key, *default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.path}: {self.architecture}.{key} must be a finite number above 0, got {value!r:.80}")
+        return _shortest(value)
 
     def row_blocks(self, hf_name: str) -> Iterator[Floats]:
         """A tensor's rows in order as [rows, columns] float32 pieces of about 4 MB (a vector is one row)."""
@@ -217,20 +242,29 @@ class GgufFile:
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence and end-of-turn ids of the metadata, ascending."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return tuple(sorted({int(self.metadata[key]) for key in keys if key in self.metadata}))
+        ids = [self.token_id("eos"), self.token_id("eot")]
+        return tuple(sorted({i for i in ids if i is not None}))
+
+    def token_id(self, name: str) -> int | None:
+        """Id of a special token: "bos", "eos", "eot", "unknown" or "padding"."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self.metadata.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{self.path}: {key} must be a token id, got {value!r:.80}")
+        return value
 
     def num_token_ids(self) -> int:
         """Largest id of a token that is not marked unused, + 1; 0 if the file has no tokenizer."""
         tokens = self.metadata.get("tokenizer.ggml.tokens") or []
         types = self.metadata.get("tokenizer.ggml.token_type") or [NORMAL_TOKEN] * len(tokens)
+        if not isinstance(tokens, list) or not isinstance(types, list):
+            raise ConfigError(f"{self.path}: tokenizer.ggml.tokens and tokenizer.ggml.token_type must be lists")
         return max((i + 1 for i, kind in enumerate(types[: len(tokens)]) if kind != UNUSED_TOKEN), default=0)
 
     def hf_config(self) -> dict[str, Any]:
         """The config.json this file implies (dtype bfloat16, what a dequantised copy is stored in)."""
-        heads = int(self.get("attention.head_count"))
-        hidden = int(self.get("embedding_length"))
-        head_dim = int(self.get("attention.key_length", hidden // heads))
+        heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
+        head_dim = self.count("attention.key_length", max(hidden // heads, 1))
         problems = []
         if (rotary := self.get("rope.dimension_count", head_dim)) != head_dim:
             problems.append(f"rope.dimension_count {rotary} differs from the head size {head_dim}")
@@ -238,35 +272,38 @@ class GgufFile:
             problems.append(f"expert_count {self.get('expert_count')} (supported: dense models)")
         if (window := self.get("attention.sliding_window", None)) is not None:
             problems.append(f"attention.sliding_window {window} (supported: full attention)")
+        scaling = f"{self.architecture}.rope.scaling."
+        if extra := [key for key in self.metadata if key.startswith(scaling) and key.removeprefix(scaling) not in _ROPE_SCALING_KEYS]:
+            problems.append(f"{', '.join(extra)} (supported: {scaling}{{{', '.join(_ROPE_SCALING_KEYS)}}})")
         if "model.embed_tokens.weight" not in self.tensors:
             problems.append("no tensor token_embd.weight")
         if problems:
             raise UnsupportedModel(f"{self.path}: {'; '.join(problems)}")
-        theta = _shortest(self.get("rope.freq_base", 10000.0))
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
             "vocab_size": self.tensors["model.embed_tokens.weight"].shape[0],
             "hidden_size": hidden,
-            "intermediate_size": int(self.get("feed_forward_length")),
-            "num_hidden_layers": int(self.get("block_count")),
+            "intermediate_size": self.count("feed_forward_length"),
+            "num_hidden_layers": self.count("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": int(self.get("attention.head_count_kv", heads)),
+            "num_key_value_heads": self.count("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": int(self.get("context_length")),
-            "rms_norm_eps": _shortest(self.get("attention.layer_norm_rms_epsilon")),
-            "rope_theta": theta,
+            "max_position_embeddings": self.count("context_length"),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self.number("rope.freq_base", 10000.0),
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "torch_dtype": "bfloat16",
             "use_cache": True,
         }
-        kind = self.get("rope.scaling.type", "none")
-        if kind != "none":
-            config["rope_scaling"] = {"rope_type": kind, "factor": _shortest(self.get("rope.scaling.factor", 1.0))}
-        for name in ("bos", "padding"):
-            if (value := self.metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-                config["pad_token_id" if name == "padding" else f"{name}_token_id"] = int(value)
+        if (kind := self.get("rope.scaling.type", "none")) != "none":
+            config["rope_scaling"] = {"rope_type": kind, "factor": self.number("rope.scaling.factor", 1.0)}
+            if kind == "yarn" and self.get("rope.scaling.original_context_length", None) is not None:
+                config["rope_scaling"]["original_max_position_embeddings"] = self.count("rope.scaling.original_context_length")
+        for name, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
+            if (value := self.token_id(name)) is not None:
+                config[key] = value
         if eos := self.eos_token_ids():
             config["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
         return config

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
+from .config import parse_hf_config
 from .dequantize import Floats
 from .gguf import GgufFile
-from .params import FINAL_NORM
+from .params import FINAL_NORM, check_tensors
 
 _ABANDONED_S = 600.0
 _FORMAT = 1
@@ -89,6 +90,9 @@ def _write_folder(gguf: GgufFile, folder: Path, progress: Callable[[int, int], N
     from .gguf_tokenizer import build_tokenizer, tokenizer_config
 
     config = gguf.hf_config()
+    model = parse_hf_config(config, where=str(gguf.path))
+    if problems := check_tensors(model, {name: tensor.shape for name, tensor in gguf.tensors.items()}):
+        raise ConfigError(f"{gguf.path} does not hold the model its metadata describes: {'; '.join(problems[:20])}")
     build_tokenizer(gguf).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(gguf))
     _write_json(folder / "config.json", config)

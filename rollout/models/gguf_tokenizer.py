@@ -23,10 +23,8 @@ def build_tokenizer(gguf: GgufFile) -> Backend:
 
     Raises:
         UnsupportedModel: another tokenizer model or pre-tokenizer; names it and what is supported.
-        ConfigError: the vocabulary or the merges are missing.
+        ConfigError: the vocabulary or the merges are missing or damaged.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-
     meta = gguf.metadata
     kind, pre = meta.get("tokenizer.ggml.model", "none"), meta.get("tokenizer.ggml.pre", "none")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
@@ -34,7 +32,16 @@ def build_tokenizer(gguf: GgufFile) -> Backend:
         raise UnsupportedModel(f"{gguf.path}: tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported (supported: {supported})")
     if missing := [key for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges") if key not in meta]:
         raise ConfigError(f"{gguf.path} has no metadata {' and '.join(missing)}: name a folder with tokenizer.json as the tokenizer")
-    tokens: list[str] = meta["tokenizer.ggml.tokens"]
+    try:
+        return _build(gguf, meta["tokenizer.ggml.tokens"], pre)
+    except Exception as error:  # tokenizers has no exception of its own to name
+        raise ConfigError(f"{gguf.path}: the tokenizer in its metadata is damaged: {error!r}") from error
+
+
+def _build(gguf: GgufFile, tokens: list[str], pre: str) -> Backend:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    meta = gguf.metadata
     types: list[int] = meta.get("tokenizer.ggml.token_type") or [NORMAL_TOKEN] * len(tokens)
     vocab = {token: i for i, (token, t) in enumerate(zip(tokens, types, strict=True)) if t != UNUSED_TOKEN}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in meta["tokenizer.ggml.merges"])]
@@ -45,7 +52,7 @@ def build_tokenizer(gguf: GgufFile) -> Backend:
     backend.decoder = decoders.ByteLevel()
     marked = [(token, t == CONTROL_TOKEN) for token, t in zip(tokens, types, strict=True) if t in (CONTROL_TOKEN, USER_DEFINED_TOKEN)]
     backend.add_tokens([AddedToken(token, special=special, normalized=False) for token, special in marked])
-    bos = meta.get("tokenizer.ggml.bos_token_id")
+    bos = gguf.token_id("bos")
     if bos is not None and meta.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         token = tokens[bos]
         backend.post_processor = processors.TemplateProcessing(
@@ -75,10 +82,10 @@ def tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(gguf.get("context_length")),
+        "model_max_length": gguf.count("context_length"),
     }
     for name, key in _SPECIAL_KEYS.items():
-        if (token_id := gguf.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+        if (token_id := gguf.token_id(key)) is not None and 0 <= token_id < len(tokens):
             config[name] = tokens[token_id]
     if (template := gguf.metadata.get("tokenizer.chat_template")) is not None:
         config["chat_template"] = template

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,11 +12,21 @@ import torch
 
 from ..errors import ConfigError
 from .config import DecoderConfig
+from .config_reader import read_json
 from .gguf import GgufFile
 from .gguf_cache import cached_checkpoint
-from .params import check_tensors, check_tp, hf_shapes, is_ignored, param_specs, plan, tied_name
+from .params import HEAD, check_tensors, check_tp, hf_shapes, is_ignored, param_specs, plan, tied_name
 
-__all__ = ["Checkpoint", "CheckpointError", "WeightStore", "cached_checkpoint", "iter_checkpoint", "load_weights", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "WeightStore",
+    "cached_checkpoint",
+    "checked_checkpoint",
+    "iter_checkpoint",
+    "load_weights",
+    "open_checkpoint",
+]
 
 Progress = Callable[[int, int], None]
 """called with (bytes done, bytes in all)"""
@@ -142,6 +151,21 @@ def open_checkpoint(path: str | os.PathLike[str], load_format: str, cfg: Decoder
     raise ConfigError(f"load_format must be auto, safetensors, gguf or dummy, got {load_format!r}")
 
 
+def checked_checkpoint(cfg: DecoderConfig, path: str | os.PathLike[str], load_format: str) -> Checkpoint:
+    """Open a checkpoint that holds the model `cfg` describes, by its headers alone.
+
+    Raises:
+        ConfigError: `path` holds no weights of that format.
+        CheckpointError: tensors are missing, unknown or of another shape; names all of them.
+    """
+    checkpoint = open_checkpoint(path, load_format, cfg)
+    if problems := check_tensors(cfg, checkpoint.shapes):
+        headless = HEAD not in checkpoint.shapes and not cfg.tie_word_embeddings
+        hint = " (if the head is the embedding, config.json must say tie_word_embeddings: true)" if headless else ""
+        raise CheckpointError(f"{path} does not hold the model its config describes: {_listed(problems)}{hint}")
+    return checkpoint
+
+
 def iter_checkpoint(path: str | os.PathLike[str], load_format: str, cfg: DecoderConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint by its Hugging Face name, one in memory at a time, in stored dtype (GGUF: float32)."""
     checkpoint = open_checkpoint(path, load_format, cfg)
@@ -168,9 +192,7 @@ def load_weights(
             shapes are checked before anything is written.
     """
     check_tp(cfg, tp_size, tp_rank)
-    checkpoint = open_checkpoint(path, load_format, cfg)
-    if problems := check_tensors(cfg, checkpoint.shapes):
-        raise CheckpointError(f"{path} does not hold the model its config describes: {_listed(problems)}")
+    checkpoint = checked_checkpoint(cfg, path, load_format)
     written = dict.fromkeys(param_specs(cfg, tp_size), 0)
     total, done = sum(map(checkpoint.nbytes, checkpoint.shapes)), 0
     for name in checkpoint.shapes:
@@ -193,13 +215,21 @@ def load_weights(
 
 def _check_tie(checkpoint: Checkpoint, name: str, twin: str) -> None:
     if not torch.equal(checkpoint.read(name), checkpoint.read(twin)):
-        raise CheckpointError(f"the config ties {name} to {twin}, but the checkpoint holds different values for them")
+        raise CheckpointError(
+            f"the config ties {name} to {twin}, but the checkpoint holds different values for them: "
+            "tie_word_embeddings must be false in config.json if the head has weights of its own"
+        )
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{index}: weight_map must be an object of file names by tensor, got {shards!r:.80}")
+        names = sorted(set(shards.values()))
+        if outside := [name for name in names if name != Path(name).name]:
+            raise CheckpointError(f"{index} may list only files beside it, got {', '.join(map(repr, outside))}")
         files = [folder / name for name in names]
         if missing := [file.name for file in files if not file.is_file()]:
             raise CheckpointError(f"{folder}: {index.name} lists shards that are not there: {', '.join(missing)}")

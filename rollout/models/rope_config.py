@@ -73,9 +73,7 @@ def parse_rope_part(config: ConfigReader, rope: ConfigReader, theta: float) -> t
     if kind == "yarn" and "factor" in rope.raw and rope.raw["factor"] is None:
         factor = context / original  # so written by models that state both contexts
     else:
-        factor = rope.number("factor")
-    if factor > _LARGEST_FACTOR:
-        rope.bad("factor", factor, f"at most {_LARGEST_FACTOR:g}")
+        factor = rope.number("factor", most=_LARGEST_FACTOR)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low and not rope.malformed:

@@ -22,7 +22,7 @@ CORPUS = [
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A transformers config small enough to run in milliseconds, with grouped KV heads."""
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     values = {
         "vocab_size": 96,
@@ -36,7 +36,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[family](**{**values, **changes})
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](**{**values, **changes})
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
@@ -53,12 +53,13 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
-    """Folder and weights of tiny models: llama, a tied llama and qwen2, the last in several shards."""
+    """Folder and weights of tiny models: llama, a tied llama, qwen2 in several shards, and a tied qwen3."""
     made = {}
     for name, family, changes in (
         ("llama", "llama", {}),
         ("tied", "llama", {"tie_word_embeddings": True, "head_dim": 16}),
         ("qwen2", "qwen2", {}),
+        ("qwen3", "qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     ):
         model = tiny_model(family, **changes)
         folder = tmp_path_factory.mktemp(name)

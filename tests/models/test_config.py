@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rollsync.rollout.errors import ConfigError, UnsupportedModel
-from rollsync.rollout.models.config import load_decoder_config, parse_hf_config, resolve_model_path
+from rollsync.rollout.models.config import ARCHITECTURES, load_decoder_config, parse_hf_config, resolve_model_path
+from rollsync.rollout.models.layers import rope_tables
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -106,15 +108,15 @@ def test_refuses_by_name_what_it_does_not_compute(changes: dict[str, Any], named
         ({"head_dim": 7}, "head_dim must be even"),
         ({"head_dim": -2}, "head_dim must be a whole number"),
         ({"hidden_size": 60}, "hidden_size must be a multiple of num_attention_heads 8"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0, got nan"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
-        *(({"rope_theta": theta}, "rope_theta must be a finite number above 1") for theta in (0, -1e4, "1e4", float("inf"))),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0 and at most 1e+30, got nan"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+        *(({"rope_theta": theta}, "rope_theta must be a number above 1") for theta in (0, -1e4, "1e4", float("inf"))),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta must be"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
         ({"rope_scaling": {"rope_type": 3}}, "rope_scaling.rope_type must be a string"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor must be a finite number above 0, got '2'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor must be a number above 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing; rope_scaling.high_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim must be at least 4"),
         ({"rope_scaling": {**YARN, "beta_fast": "a"}}, "beta_fast must be"),
@@ -135,6 +137,37 @@ def test_values_no_model_can_have_are_named(changes: dict[str, Any], said: str) 
     assert str(error.value).startswith("here/config.json: ")
     assert said in str(error.value)
     assert len(str(error.value)) < 1000
+
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 3, 2**31, 2**64, 10**400, 0.0, -0.5, 1e308, float("nan"), float("inf"), "", "x", "1", [], [None], [1, -1],
+    ["sliding_attention"] * 2, {}, {"rope_type": "yarn"}, {"type": None, "factor": None}, {"full_attention": {}}, {"": [[]]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_value_of_any_key_raises_anything_else(architecture: str) -> None:
+    """Each key of a config that uses all of them, with each odd value: a model or a ConfigError."""
+    whole = {
+        **LLAMA, "architectures": [architecture], "head_dim": 16, "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, "tie_word_embeddings": False, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1,
+        "layer_types": None, "eos_token_id": [2], "torch_dtype": "float32", "dtype": None, "rope_theta": 1e4, "partial_rotary_factor": None,
+        "original_max_position_embeddings": None, "quantization_config": None, "rope_scaling": None,
+    }  # fmt: skip
+    parse_hf_config(whole)
+    rotary: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    more = ("type", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale")
+    tried = [{**whole, key: value} for key in (*whole, "rope_parameters") for value in ODD]
+    tried += [{**whole, "rope_parameters": {**rotary, key: value}} for key in (*rotary, *more) for value in ODD]
+    accepted = 0
+    for raw in tried:
+        try:
+            cfg = parse_hf_config(raw)
+        except ConfigError:
+            continue
+        accepted += 1
+        assert rope_tables(cfg, 4, torch.float32)[0].isfinite().all(), raw
+    assert 100 < accepted < len(tried) / 2
 
 
 def test_names_every_problem_at_once() -> None:

@@ -18,6 +18,8 @@ HF_TO_GGUF = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -50,7 +52,7 @@ def write_gguf(path: Path, family: str, weights: dict[str, torch.Tensor], bpe: d
         w.add_rope_dimension_count(16)
     tokens = sorted(bpe["vocab"], key=bpe["vocab"].__getitem__)
     w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("qwen2" if family == "qwen2" else "smollm")
+    w.add_tokenizer_pre("smollm" if family == "llama" else "qwen2")
     w.add_token_list(tokens)
     w.add_token_types([1] * len(tokens))
     w.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
@@ -97,17 +99,19 @@ def test_dequantises_to_the_reference_bits(number: int) -> None:
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (fmt.elements, fmt.bytes)
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "qwen3"])
 def test_a_converted_model_reads_back_as_the_original(saved: Any, bpe: Any, tmp_path: Path, name: str) -> None:
     folder, weights = saved[name]
     path = tmp_path / "model.gguf"
-    write_gguf(path, "qwen2" if name == "qwen2" else "llama", weights, bpe, tied=name == "tied")
+    tied = name in ("tied", "qwen3")
+    write_gguf(path, "llama" if name == "tied" else name, weights, bpe, tied)
     cfg, original = load_decoder_config(path), load_decoder_config(folder)
-    for field in ("family", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "qkv_bias", "vocab_size", "eos_token_ids"):
+    same = ("family", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings", "qkv_bias", "qk_norm", "vocab_size", "eos_token_ids")
+    for field in same:
         assert getattr(cfg, field) == getattr(original, field), field
-    assert (cfg.rope_theta, cfg.rms_norm_eps) == (50000.0, 1e-5)
+    assert (cfg.rope_theta, cfg.rms_norm_eps, cfg.num_token_ids) == (50000.0, 1e-5, 96)  # the tokenizer has more
     tensors = dict(iter_checkpoint(path, "auto", cfg))
-    assert sorted(tensors) == sorted(n for n in weights if n != "lm_head.weight" or name != "tied")
+    assert sorted(tensors) == sorted(n for n in weights if n != "lm_head.weight" or not tied)
     assert all(torch.equal(tensor, weights[n]) for n, tensor in tensors.items())
 
 
@@ -206,6 +210,55 @@ def test_unsupported_tensor_types_and_roles_are_all_named(tmp_path: Path) -> Non
         GgufFile(tmp_path / "m.gguf")
     for part in ("token_embd.weight has type Q5_K", "Q4_K", "rope_freqs.weight has no role"):
         assert part in str(error.value)
+
+
+def metadata(path: Path, **values: Any) -> GgufFile:
+    """A file of a one-tensor llama with metadata of its own: `a__b` for llama.a.b."""
+    writer = gguf.GGUFWriter(path, "llama")
+    defaults = {"context_length": 64, "embedding_length": 8, "block_count": 1, "feed_forward_length": 8, "attention__head_count": 2}
+    for key, value in {**defaults, "attention__layer_norm_rms_epsilon": 1e-5, **values}.items():
+        put = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[type(value)]
+        put("llama." + key.replace("__", "."), value)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"attention__head_count": 0}, r"llama\.attention\.head_count must be a whole number of 1 or more, got 0"),
+        ({"attention__head_count": [2, 2]}, r"llama\.attention\.head_count must be a whole number of 1 or more, got \[2, 2\]"),
+        ({"context_length": "64"}, r"llama\.context_length must be a whole number of 1 or more, got '64'"),
+        ({"rope__freq_base": float("nan")}, r"llama\.rope\.freq_base must be a finite number above 0, got nan"),
+        ({"rope__scaling__type": "longrope"}, "rope type 'longrope' .supported: default, linear"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 2.0}, r"llama\.rope\.scaling\.attn_factor"),
+        ({"expert_count": 8}, "expert_count 8 .supported: dense"),
+        ({"attention__sliding_window": 8}, "attention.sliding_window 8"),
+        ({"attention__key_length": 3}, "head_dim must be even"),
+    ],
+)
+def test_metadata_no_model_can_have_is_named(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    metadata(tmp_path / "m.gguf", **values)
+    with pytest.raises(ConfigError, match=said):
+        load_decoder_config(tmp_path / "m.gguf")
+
+
+def test_rope_scaling_of_the_metadata(tmp_path: Path) -> None:
+    values = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16}
+    metadata(tmp_path / "m.gguf", **values)
+    scaling = load_decoder_config(tmp_path / "m.gguf").rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_max_position_embeddings) == ("yarn", 4.0, 16)
+
+
+def test_a_file_without_its_tensors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    metadata(tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"does not hold the model its metadata describes: missing model\.layers\.0"):
+        cached_checkpoint(tmp_path / "m.gguf", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_smollm2_equals_the_gguf_package(smollm: Path) -> None:

@@ -123,13 +123,39 @@ def test_formats_that_do_not_fit_are_named(saved: Any, tmp_path: Path) -> None:
         list(iter_checkpoint(folder, "pickle", cfg))
     with pytest.raises(ConfigError, match=r"neither model\.safetensors"):
         list(iter_checkpoint(tmp_path, "auto", cfg))
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
-        list(iter_checkpoint(tmp_path, "auto", cfg))
+    index = tmp_path / "model.safetensors.index.json"
+    outside = shutil.copy(folder / "model.safetensors", tmp_path.parent / "outside.safetensors")
+    for text, said in (
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"weight_map": ["a"]}', "weight_map must be an object"),
+        ('{"weight_map": {}}', "weight_map must be an object"),
+        ('{"weight_map": {"a": 1}}', "weight_map must be an object"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', r"shards that are not there: gone\.safetensors"),
+        ('{"weight_map": {"a": "../outside.safetensors"}}', "only files beside it"),
+        (json.dumps({"weight_map": {"a": str(outside)}}), "only files beside it"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            list(iter_checkpoint(tmp_path, "auto", cfg))
     save_file({"model.norm.weight": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").unlink()
+    index.unlink()
     with pytest.raises(CheckpointError, match=r"model.norm.weight is I8 \(supported: BF16"):
         list(iter_checkpoint(tmp_path, "auto", cfg))
+
+
+@pytest.mark.parametrize("size", [0, 7, 300, 20_000])
+def test_a_truncated_file_is_named(saved: Any, tmp_path: Path, size: int) -> None:
+    folder = changed(saved, "llama", tmp_path)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(folder)
+
+
+def test_a_missing_head_says_what_could_be_meant(saved: Any, tmp_path: Path) -> None:
+    folder = changed(saved, "llama", tmp_path, **{"lm_head.weight": None})
+    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight \[96, 64\] \(if .* tie_word_embeddings: true"):
+        load(folder)
 
 
 def test_progress_ends_at_the_total(saved: Any) -> None:
