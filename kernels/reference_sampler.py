@@ -144,12 +144,13 @@ def _greedy_row(logits_V: Tensor, forced: int) -> tuple[int, float, float, float
 
 
 def _adjusted(logits_V: Tensor, entries: Sequence[tuple[int, float, float, float]]) -> Tensor:
-    logits_V = logits_V.clone()
-    for token, bias, factor, subtract in entries:
-        x = logits_V[token] + f32(bias)
-        x = x / f32(factor) if x > 0 else x * f32(factor)
-        logits_V[token] = x - f32(subtract)
-    return logits_V
+    if not entries:
+        return logits_V
+    ids, *columns = zip(*entries, strict=True)
+    bias, factor, subtract = (torch.tensor(column, dtype=torch.float32) for column in columns)
+    x = logits_V[list(ids)] + bias
+    x = torch.where(x > 0, x / factor, x * factor) - subtract
+    return logits_V.index_put((torch.tensor(ids),), x)
 
 
 def _restricted(z_V: Tensor, rows: SamplerRows, r: int) -> Tensor:

@@ -55,7 +55,7 @@ class Slots:
         self.special = np.zeros(num_slots, np.bool_)
         """whether any of the last three applies"""
         self.faults: dict[int, str] = {}
-        """slots that could not be set up, with the words of the exception; their rows are drawn greedily and mean nothing"""
+        """slots whose request met an exception, with its words; their rows are drawn greedily and mean nothing"""
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the plan's new slots and block tables."""
@@ -64,9 +64,7 @@ class Slots:
             try:
                 self._init(init)
             except Exception as error:  # that request's, so it ends alone
-                log.error("slot %d could not be set up", init.slot, exc_info=error)
-                self.faults[init.slot] = describe(error)
-                self._clear(init.slot)
+                self.fail(init.slot, error)
         for slot, first, blocks in plan.block_updates:
             self.tables[slot, first : first + len(blocks)] = blocks
 
@@ -89,15 +87,17 @@ class Slots:
             row[: len(words)] = words
         self.special[s] = s in self.adjusting or self.restricted[s] or init.top_logprobs > 0
 
-    def _clear(self, slot: int) -> None:
-        """Columns that any row can be drawn with."""
+    def fail(self, slot: int, error: Exception) -> None:
+        """The request in a slot met an exception of its own: until the scheduler ends it, columns that any row can be drawn with."""
+        log.error("the request in slot %d failed", slot, exc_info=error)
+        self.faults[slot] = describe(error)
         self.temperature[slot], self.top_p[slot], self.min_p[slot], self.top_k[slot] = 0.0, 1.0, 0.0, 0
         self.want[slot], self.banned[slot], self.banned_until[slot] = 0, (), 0
         self.top_n[slot], self.restricted[slot], self.special[slot] = 0, False, False
         self.adjusting.pop(slot, None)
 
     def faulty_rows(self, row_slot: list[int]) -> list[tuple[int, str]]:
-        """(row, words) of the rows of slots that could not be set up."""
+        """(row, words) of the rows of slots that failed."""
         faults = self.faults
         return [(row, faults[slot]) for row, slot in enumerate(row_slot) if slot in faults] if faults else []
 
@@ -296,17 +296,17 @@ class BatchBuilder:
             if slot in adjusting:
                 adjusting[slot].feed(start, plan.token_ids[first : first + count])
             first += count
-        lists: list[Array] = []
-        lengths = [0]
+        none = a["adjust"][:0]
+        lists = []
         for slot, position in zip(plan.row_slot, positions, strict=True):
             found = adjusting.get(slot)
-            if found is not None and position >= found.first_position:
-                lists.append(found.at(position).copy())
-                lengths.append(len(lists[-1]))
-            else:
-                lengths.append(0)
-        offsets = np.cumsum(lengths)
+            try:
+                lists.append(none if found is None or position < found.first_position else found.at(position).copy())
+            except Exception as error:
+                self._slots.fail(slot, error)
+                lists.append(none)
+        offsets = np.cumsum([0, *map(len, lists)])
         a["adjust_offset"][: len(offsets)] = offsets
         a.reserve_adjust(int(offsets[-1]))
-        if lists:
+        if offsets[-1]:
             np.concatenate(lists, out=a["adjust"][: offsets[-1]])

@@ -94,6 +94,7 @@ def end_at_stop(text: str, text_before: str, stop: str, *, include: bool) -> str
         text: of all tokens.
         text_before: of all but the last; an earlier occurrence, which min_tokens let pass, is not the end.
     """
-    # Bytes of an unfinished character may show as more characters than it is in the end: three at most.
-    at = text.find(stop, max(0, len(text_before) - len(stop) - 3))
+    at = text.find(stop, max(0, len(text_before) - len(stop) + 1))
+    if at < 0:  # bytes of an unfinished character may show as more characters than it is in the end
+        at = text.rfind(stop)
     return text if at < 0 else text[: at + len(stop) if include else at]

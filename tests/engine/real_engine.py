@@ -47,7 +47,8 @@ def _packed(values: Sequence[float | None] | None) -> bytes | None:
 def bits(output: SampleOutput) -> Bits:
     """Everything about a sample that the engine promises, floats bit for bit."""
     floats = [_packed(getattr(output, name)) for name in ("logprobs", *COLUMNS)]
-    return (output.finish_reason, output.stop_reason, tuple(output.token_ids), *floats)
+    top = None if output.top_token_ids is None else (str(output.top_token_ids), [_packed(row) for row in output.top_logprobs or ()])
+    return (output.finish_reason, output.stop_reason, tuple(output.token_ids), *floats, top)
 
 
 def finals(engine: Engine, requests: Sequence[RolloutRequest], *, alone: bool = False) -> dict[tuple[str, int], SampleOutput]:

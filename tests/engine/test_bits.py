@@ -195,6 +195,9 @@ def test_any_requests_on_any_engine(cancelling: dict[str, str], seed: int) -> No
             n=1 if "continue_from" in given else rng.choice([1, 1, 2, 5]), seed=rng.randrange(4), max_tokens=rng.choice([1, 3, 12, 24]),
             min_tokens=rng.choice([0, 1]), temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]),
             top_k=rng.choice([0, 20]), min_p=rng.choice([0.0, 0.05]), stop_token_ids=tuple(range(3, 3 + rng.choice([0, 9]))),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]), frequency_penalty=rng.choice([0.0, 0.0, -0.4]),
+            logit_bias=rng.choice([{}, {}, {7: 3.0}]), top_logprobs=rng.choice([0, 0, 3]),
+            allowed_token_ids=rng.choice([None, None, tuple(range(0, 256, 3))]),
         )  # fmt: skip
         ids = opening[: rng.randrange(40)] + prompt(rng.randrange(3), rng.randint(1, 60))
         requests.append(RolloutRequest(request_id=f"q{i}", prompt_token_ids=ids, params=params, include=columns, **given))

@@ -123,6 +123,45 @@ def test_sampled_logprobs(temperature: float, tmp_path: Path) -> None:
             assert output.logprobs == output.temperature_logprobs
 
 
+def test_penalties_as_the_formula_says(tmp_path: Path) -> None:
+    """Bias, then repetition over prompt and output, then frequency and presence over the output, given tokens included."""
+    torch.set_num_threads(1)
+    model, ids, given = save("llama", tmp_path), PROMPTS[2] * 2, (9, 9, 77)
+    bias, repetition, presence, frequency = {9: 2.5, 30: -4.0, 77: 1.0}, 1.4, 0.6, 0.35
+    params = SamplingParams(
+        n=2, seed=3, max_tokens=30, temperature=0.7, ignore_eos=True, repetition_penalty=repetition, presence_penalty=presence,
+        frequency_penalty=frequency, logit_bias=bias, allowed_token_ids=tuple(range(3, 100)), top_logprobs=20,
+    )  # fmt: skip
+    request = RolloutRequest(
+        request_id="x", prompt_token_ids=ids, params=params, forced_token_ids=given, include=("temperature_logprobs", "model_logprobs")
+    )
+    with Engine(str(tmp_path), dtype="float32", threads=1, num_blocks=64, block_tokens=4, max_batch_tokens=11) as engine:
+        outputs = list(finals(engine, [request]).values())
+    assert len({tuple(output.token_ids) for output in outputs}) == 2
+    for output in outputs:
+        tokens, places = output.token_ids, range(30)
+        assert tuple(tokens[:3]) == given and output.top_logprobs is not None and output.top_token_ids is not None
+        with torch.no_grad():
+            logits = model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1].double()
+        raw = logits.clone()
+        for place, row in enumerate(logits):
+            before = tokens[:place]
+            for token, value in bias.items():
+                row[token] += value
+            for token in {*ids, *before}:
+                row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
+            for token in set(before):
+                row[token] -= frequency * before.count(token) + presence
+            row[[i for i in range(256) if not 3 <= i < 100]] = -torch.inf
+        wanted = torch.log_softmax(logits / 0.7, dim=-1)
+        assert output.logprobs == pytest.approx(wanted[places, tokens].tolist(), abs=1e-4)
+        assert torch.allclose(torch.tensor(output.top_logprobs).double(), wanted.topk(20).values, rtol=0, atol=1e-4)
+        at = torch.tensor(output.top_token_ids)
+        assert torch.allclose(wanted.gather(1, at), torch.tensor(output.top_logprobs).double(), rtol=0, atol=1e-4)
+        for found, temperature in ((output.temperature_logprobs, 0.7), (output.model_logprobs, 1.0)):
+            assert found == pytest.approx(torch.log_softmax(raw / temperature, dim=-1)[places, tokens].tolist(), abs=1e-4)
+
+
 def test_bfloat16_is_near(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = save("llama", tmp_path)

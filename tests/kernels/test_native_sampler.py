@@ -31,7 +31,9 @@ DEFAULTS: dict[str, Any] = {
 def make_rows(num_rows: int, vocab: int, **columns: Any) -> ref.SamplerRows:
     values = {**DEFAULTS, "position": np.arange(num_rows), **columns}
     arrays: Any = {name: np.broadcast_to(np.asarray(values[name], dtype=kind), (num_rows,)) for name, kind in KINDS.items()}
-    return ref.SamplerRows(**arrays, banned=columns.get("banned", [[]] * num_rows), vocab_limit=columns.get("vocab_limit", vocab))
+    changes = {name: columns[name] for name in ("adjust", "allowed", "top_n") if name in columns}
+    banned, limit = columns.get("banned", [[]] * num_rows), columns.get("vocab_limit", vocab)
+    return ref.SamplerRows(**arrays, **changes, banned=banned, vocab_limit=limit)
 
 
 def same_result(got: ref.SampleResult, want: ref.SampleResult) -> None:
@@ -66,6 +68,27 @@ def random_columns(num_rows: int, vocab: int, limit: int, seed: int) -> dict[str
         "want_entropy": some(True, False),
         "banned": [g.integers(0, vocab + 9, g.choice([0, 0, 1, 5, 40])).tolist() for _ in range(num_rows)],
         "vocab_limit": limit,
+    }
+
+
+def random_changes(num_rows: int, vocab: int, limit: int, seed: int) -> dict[str, Any]:
+    """Bias, penalties, allowed ids and reported ids: off in some rows, on in others, and such that nothing or one id is left."""
+    g = np.random.default_rng(seed)
+
+    def adjust() -> list[tuple[int, float, float, float]]:
+        ids = g.choice(vocab, g.choice([0, 0, 1, 7, vocab]), replace=False).tolist()
+        bias, factor = g.choice([0.0, 100.0, -100.0, 0.3], len(ids)), g.choice([1.0, 1.3, 0.01, 100.0], len(ids))
+        return list(zip(ids, bias.tolist(), factor.tolist(), g.normal(size=len(ids)).tolist(), strict=True))
+
+    def allowed() -> list[int] | None:
+        size = g.choice([0, 0, 0, 1, 3, limit])
+        return g.integers(0, limit, size).tolist() if size else None
+
+    return {
+        "adjust": [adjust() for _ in range(num_rows)],
+        "allowed": [allowed() for _ in range(num_rows)],
+        "banned": [g.choice(limit, g.choice([0, 0, 2, limit - 1]), replace=False).tolist() for _ in range(num_rows)],
+        "top_n": g.choice([0, 1, 5, 20], num_rows).astype(np.uint8),
     }
 
 
@@ -113,6 +136,18 @@ def test_rows_of_every_kind(ops: NativeOps, once: Once, vocab: int, limit: int, 
     same_result(NativeOps(load_build(ops.library.build), 3).sample(logits, rows), want)
 
 
+@DTYPES
+@pytest.mark.parametrize(("vocab", "limit"), [(40, 33), (600, 600)])
+def test_rows_that_change_their_logits(ops: NativeOps, once: Once, vocab: int, limit: int, dtype: torch.dtype) -> None:
+    logits = adversarial_logits(120, vocab, dtype)
+    rows = make_rows(120, vocab, **{**random_columns(120, vocab, limit, seed=vocab), **random_changes(120, vocab, limit, seed=vocab)})
+    want = once(("changes", vocab, dtype), lambda: ref.sample(logits, rows))
+    assert 10 < want.nonfinite.sum() < 90 and (want.top_id[~want.nonfinite] >= 0).any(axis=0).all()
+    got = ops.sample(logits, rows)
+    same_result(got, want)
+    same_result(NativeOps(load_build(ops.library.build), 3).sample(logits, rows), want)
+
+
 def test_a_real_vocabulary(ops: NativeOps, once: Once) -> None:
     logits = (3 * torch.randn(8, 49152, generator=torch.Generator().manual_seed(0))).bfloat16()
     rows = make_rows(
@@ -144,7 +179,15 @@ def test_every_id_forced(ops: NativeOps, once: Once, options: dict[str, Any]) ->
 
 def test_mistakes_are_named_and_no_rows_are_fine(ops: NativeOps) -> None:
     assert len(ops.sample(torch.empty(0, 10), make_rows(0, 10)).token) == 0
-    cases = ((make_rows(3, 10), "2 logits rows"), (make_rows(2, 11), "vocab_limit"), (make_rows(2, 10, forced=10), "forced ids"))
+    cases = (
+        (make_rows(3, 10), "2 logits rows"),
+        (make_rows(2, 11), "vocab_limit"),
+        (make_rows(2, 10, forced=10), "forced ids"),
+        (make_rows(2, 10, adjust=[[], [(10, 0.0, 1.0, 0.0)]]), "distinct ids"),
+        (make_rows(2, 10, adjust=[[(3, 0.0, 1.0, 0.0)] * 2, []]), "distinct ids"),
+        (make_rows(2, 10, allowed=[None, []]), "allow some ids"),
+        (make_rows(2, 10, top_n=np.array([0, 21])), "top_n"),
+    )
     for rows, message in cases:
         with pytest.raises(ValueError, match=message):
             ops.sample(torch.zeros(2, 10), rows)

@@ -33,7 +33,9 @@ def make_rows(num_rows: int, vocab: int, **columns: Any) -> ref.SamplerRows:
     arrays: Any = {
         name: np.broadcast_to(np.asarray(columns.get(name, default), dtype=kind), (num_rows,)) for name, (default, kind) in kinds.items()
     }
-    return ref.SamplerRows(**arrays, banned=columns.get("banned", [[]] * num_rows), vocab_limit=columns.get("vocab_limit", vocab))
+    changes = {name: columns[name] for name in ("adjust", "allowed", "top_n") if name in columns}
+    banned, limit = columns.get("banned", [[]] * num_rows), columns.get("vocab_limit", vocab)
+    return ref.SamplerRows(**arrays, **changes, banned=banned, vocab_limit=limit)
 
 
 def draw(logits: Tensor, **columns: Any) -> ref.SampleResult:
@@ -161,6 +163,77 @@ def test_banned_ids_and_padding_are_not_drawn_but_stay_in_the_model_distribution
     assert np.allclose(forced.model_logprob, logits_V.log_softmax(0)[[0, 4, 1]])
     assert draw(logits_V[None], banned=[[0]], vocab_limit=4, temperature=0.0).token[0] == 3
     assert draw(logits_V[None], banned=[[0, 1, 2, 3]], vocab_limit=4).nonfinite[0]
+
+
+CHANGED = [(3, 0.0, 1.5, 0.0), (7, -2.5, 1.0, 0.75), (9, 3.0, 0.7, -0.3), (11, 0.125, 1.7, 1.0), (12, -100.0, 1.0, 0.0)]
+
+
+def test_changed_logits_are_those_the_formula_gives() -> None:
+    """Everything the draw reports is as if the model had said so; everything a trainer computes is as if nothing had been changed."""
+    logits = some_logits(1, 24).float()
+    logits[0, [3, 7]] = torch.tensor([-1.3, 2.0])
+    changed = logits.clone()
+    for i, bias, factor, subtract in CHANGED:
+        x = np.float32(logits[0, i]) + np.float32(bias)
+        x = x / np.float32(factor) if x > 0 else x * np.float32(factor)
+        changed[0, i] = float(x - np.float32(subtract))
+    for options in ({}, {"temperature": 0.7, "top_k": 9}, {"temperature": 0.0}, {"temperature": 2.0, "top_p": 0.8, "banned": [[9]] * 24}):
+        each = {"forced": np.arange(24), "top_n": np.full(24, 20, np.uint8), **options}
+        got = draw(logits.expand(24, -1), adjust=[CHANGED] * 24, **each)
+        as_if, plain = draw(changed.expand(24, -1), **each), draw(logits.expand(24, -1), **each)
+        for name in ("logprob", "top_id", "top_logprob"):
+            assert getattr(got, name).tobytes() == getattr(as_if, name).tobytes(), (name, options)
+        for name in ("model_logprob", "entropy", *(("temperature_logprob",) if options.get("temperature") != 0.0 else ())):
+            assert getattr(got, name).tobytes() == getattr(plain, name).tobytes(), (name, options)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.95, "min_p": 0.01}])
+def test_logprobs_of_changed_rows_against_float64(temperature: float, truncation: dict[str, Any]) -> None:
+    """Bias, penalties, allowed ids, temperature, truncation, in that order."""
+    vocab, allowed = 60, list(range(2, 58))
+    logits = some_logits(1, vocab, seed=4).float()
+    z = logits[0].double().numpy().copy()
+    for i, bias, factor, subtract in CHANGED:
+        x = z[i] + bias
+        z[i] = (x / factor if x > 0 else x * factor) - subtract
+    z[[i for i in range(vocab) if i not in allowed]] = -np.inf
+    p = np.exp((z - z.max()) / temperature)
+    order = np.argsort(-p, kind="stable")
+    if top_k := truncation.get("top_k"):
+        order = order[:top_k]
+    if top_p := truncation.get("top_p"):
+        running = p[order].cumsum()
+        order = order[: int(np.searchsorted(running, top_p * running[-1])) + 1]
+    order = order[p[order] > 0]
+    order = order[p[order] >= truncation.get("min_p", 0.0)]
+    want = np.full(vocab, -np.inf)
+    want[order] = np.log(p[order] / p[order].sum())
+    options = {"temperature": temperature, "adjust": [CHANGED] * vocab, "allowed": [allowed] * vocab, **truncation}
+    got = draw(logits.expand(vocab, -1), forced=np.arange(vocab), top_n=np.full(vocab, 20, np.uint8), **options)
+    assert np.allclose(got.logprob, want, rtol=0, atol=1e-5)
+    assert abs(np.exp(got.logprob.astype(np.float64)).sum() - 1) < 1e-5
+    count = min(20, len(order))
+    assert got.top_id[0].tolist() == order[:count].tolist() + [-1] * (20 - count)
+    assert np.allclose(got.top_logprob[0][:count], want[order[:count]], rtol=0, atol=1e-5) and np.isneginf(got.top_logprob[0][count:]).all()
+
+
+def test_reported_ids() -> None:
+    logits = torch.tensor([[2.0, 5.0, 5.0, 1.0, -INF, 5.0]])
+    four = {"top_n": np.array([4], np.uint8)}
+    assert draw(logits, **four).top_id.tolist() == [[1, 2, 5, 0]], "ties go to the lower id"
+    assert draw(logits, **four, forced=3).top_id.tolist() == [[1, 2, 5, 0]], "the token need not be among them"
+    assert draw(logits, **four, allowed=[[4, 5, 0]]).top_id.tolist() == [[5, 0, -1, -1]], "only what can be drawn"
+    assert draw(logits, **four, top_k=2).top_id.tolist() == [[1, 2, -1, -1]]
+    greedy = draw(logits, **four, temperature=0.0, banned=[[1]], top_k=1)
+    assert greedy.token[0] == 2 and greedy.top_id.tolist() == [[2, 5, 0, 3]], "temperature 0 has the alternatives of temperature 1"
+    assert np.allclose(greedy.top_logprob, torch.tensor([5.0, 5.0, 2.0, 1.0]).log_softmax(0))
+    assert draw(logits).top_id.shape == (1, 0)
+
+
+def test_nothing_left_to_draw_is_reported() -> None:
+    got = draw(torch.zeros(3, 6), allowed=[[1], [1], None], banned=[[1], [2], []], top_n=np.full(3, 2, np.uint8))
+    assert got.nonfinite.tolist() == [True, False, False] and got.top_id.tolist() == [[-1, -1], [1, -1], [0, 1]]
 
 
 def test_minus_infinity_has_no_mass() -> None:
