@@ -114,12 +114,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised. `add_special_tokens` adds BOS where the model has one."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # a batch of one: unlike `encode`, it lets other threads run meanwhile
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds to the text of a byte-level vocabulary; empty for an id beyond it."""

@@ -22,6 +22,8 @@ BODY_BYTES_PER_S = 16 << 10
 """a body that is not whole BODY_GRACE_S, and a second per so many bytes, after its headers is refused"""
 CHUNK_BYTES = 1 << 18
 """bodies are sent in pieces of this many, each once the last has left: a caller that hangs up is noticed"""
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Retry-After": "1"}}
+"""what goes with a status"""
 
 
 class ClientGone(Exception):
@@ -46,16 +48,15 @@ def encode(value: Any, binary: bool) -> bytes:
     return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":")).encode()
 
 
-def reply(request: Request, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def reply(request: Request, value: Any, status: int = 200) -> Response:
     binary = wants_msgpack(request)
-    return Response(encode(value, binary), status, headers, media_type=MSGPACK if binary else "application/json")
+    return Response(encode(value, binary), status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
 
 
 def error_reply(request: Request, error: BaseException) -> Response:
     """{"error": {"code", "message", "field"?}} with the status of the error's class."""
     status = error.status if isinstance(error, RollsyncError) else 500
-    headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}.get(status)
-    return reply(request, {"error": error_to_wire(error)}, status, headers)
+    return reply(request, {"error": error_to_wire(error)}, status)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
