@@ -10,6 +10,8 @@ import socket
 import struct
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,16 +21,22 @@ from rollsync import RolloutClient
 from rollsync.rollout.wire import MSGPACK, pack_array
 
 Until = Callable[..., None]
-FLAGS = ("--num-blocks", "256", "--block-tokens", "4", "--max-num-seqs", "8", "--max-batch-tokens", "8", "--max-model-len", "256")
-LONG = {"max_tokens": 200, "ignore_eos": True}
+FLAGS = ("--num-blocks", "9000", "--block-tokens", "4", "--max-num-seqs", "8", "--max-batch-tokens", "8", "--max-model-len", "4096")
+LONG = {"max_tokens": 4000, "ignore_eos": True}
 
-CLIENT = """
+LATER = "\N{HOURGLASS}"
+CLIENT = f"""
 import json, socket, sys, time
+LATER = {LATER!r}
 host, port, messages = json.load(sys.stdin)
 held = []
 for message in messages:
     held.append(socket.create_connection((host, port)))
-    held[-1].sendall(message.encode("latin-1"))
+    first, later, rest = message.partition(LATER)
+    held[-1].sendall(first.encode())
+    if later:
+        time.sleep(0.3)
+        held[-1].sendall(rest.encode())
 time.sleep(600)
 """
 
@@ -49,14 +57,14 @@ def busy(running: int, waiting: int = 0) -> Callable[[dict[str, int]], bool]:
 
 STATES: dict[str, tuple[list[str], Callable[[dict[str, int]], bool]]] = {
     "waiting in the queue": ([call(i) for i in range(1, 13)], busy(8, 4)),
-    "prefilling in chunks": ([call(250, {"max_tokens": 1}, request_id=str(i), prompt={"token_ids": [5 + i] * 250}) for i in range(4)], busy(1)),
+    "prefilling in chunks": ([call(prompt={"token_ids": [5 + i] * 4000}) for i in range(4)], busy(1)),
     "decoding": ([call(i) for i in range(1, 4)], busy(3)),
     "decoding eight samples": ([call(n=8)], busy(8)),
     "streaming": ([call(stream=True), call(4, stream=True, n=4)], busy(5)),
     "tokenising": ([call(prompt={"text": "a b " * 500_000})], lambda holds: holds["calls"] == 1),
     "having sent half a body": ([call()[:-20]], lambda holds: True),
     "having sent half a line": (["POST /v1/roll"], lambda holds: True),
-    "having sent the next call too": ([call() + call(4)], busy(1)),
+    "having sent the next call too": ([call() + LATER + call(4)], busy(1)),
     "having been answered": ([call(params={"max_tokens": 1})], lambda holds: holds["calls"] == 0),
 }
 
@@ -74,12 +82,14 @@ def test_a_killed_client_leaves_nothing(scheduled: Any, until: Until, state: str
     messages, reached = STATES[state]
     until(lambda: scheduled.holds()["calls"] == 0)
     idle = scheduled.holds()
-    assert (idle["running"], idle["waiting"], idle["free_blocks"]) == (0, 0, 256)
+    assert (idle["running"], idle["waiting"], idle["free_blocks"]) == (0, 0, 9000)
     process = subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, text=True)
     try:
         assert process.stdin is not None
         with process.stdin:
             json.dump([*scheduled.address, messages], process.stdin)
+        if LATER in messages[0]:
+            time.sleep(0.5)
         until(lambda: (now := scheduled.holds())["front files"] == idle["front files"] + len(messages) and reached(now))
     finally:
         process.send_signal(signal.SIGKILL)
@@ -97,7 +107,7 @@ def test_connections_dropped_at_any_moment_leave_nothing(scheduled: Any, until: 
         async def drop() -> None:
             await asyncio.sleep(dice.random())
             _, writer = await asyncio.open_connection(*scheduled.address)
-            kind = call(dice.choice((1, 5, 120)), n=dice.choice((1, 1, 8)), stream=dice.random() < 0.5, group="g")
+            kind = call(dice.choice((1, 5, 1000)), n=dice.choice((1, 1, 8)), stream=dice.random() < 0.5, group="g")
             writer.write(kind.encode()[: dice.choice((10**6, 10**6, 100))])
             await asyncio.sleep(0.3 * dice.random())
             if dice.random() < 0.5:
@@ -115,3 +125,83 @@ def test_connections_dropped_at_any_moment_leave_nothing(scheduled: Any, until: 
     assert among.results[0].samples[0].token_ids == alone.results[0].samples[0].token_ids
     until(lambda: scheduled.holds()["running"] == 0, 3.0)
     until(lambda: {**scheduled.holds(), "front files": 0} == {**idle, "front files": 0}, 3.0)
+
+
+class Line:
+    """One kept connection."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+    async def __aenter__(self) -> Line:
+        self.reader, self.writer = await asyncio.open_connection(*self.address)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.writer.transport.abort()
+
+    async def reopen(self) -> None:
+        self.writer.transport.abort()
+        await self.__aenter__()
+
+    def send(self, request: str) -> None:
+        self.writer.write(request.encode())
+
+    async def answer(self) -> tuple[int, Any]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].split()[0])
+        return int(head.split()[1]), json.loads(await self.reader.readexactly(length))
+
+    async def ask(self, request: str) -> tuple[int, Any]:
+        self.send(request)
+        return await self.answer()
+
+
+ABORTS = [{"request_id": "same"}, {"group": "g"}, {"session": "s"}, {"all": True}]
+
+
+def check_own(told: Any, number: int, limit: int) -> str:
+    """The reply holds the tokens of this call's own prompt, once for each sample; how it ended."""
+    (result,) = told["results"]
+    assert [s["index"] for s in result["samples"]] == [0, 1], told
+    for sample in result["samples"]:
+        tokens, first = sample["token_ids"], number + 31 * sample["index"]
+        assert tokens == [(first + 7 * k) % 256 for k in range(len(tokens))] and len(tokens) <= limit, (number, tokens)
+        assert (sample["finish_reason"] == "length") == (len(tokens) == limit) and sample["finish_reason"] in ("length", "abort")
+    return str(result["samples"][0]["finish_reason"])
+
+
+async def reuse_one_id(address: tuple[str, int], rounds: int) -> Counter[str]:
+    """The same request id again and again; each call is aborted, dropped or finished, at any moment, and the next comes at once."""
+    dice, ends = random.Random(2), Counter[str]()
+    async with Line(address) as caller, Line(address) as other:
+        for number in range(rounds):
+
+            def ask_for(limit: int, first: int = number % 90) -> str:
+                params = {"max_tokens": limit}
+                return call(prompt={"token_ids": [first]}, params=params, n=2, request_id="same", group="g", session="s")
+
+            how, limit = dice.choice((("finish", 2), ("drop", 4000), ("abort", 1), ("abort", 3), ("abort", 4000)))
+            caller.send(ask_for(limit))
+            await asyncio.sleep(dice.choice((0, 0, 0.002, 0.01)))
+            if how == "drop":
+                await caller.reopen()
+                limit = 2
+                while (told := await caller.ask(ask_for(limit)))[0] == 409:  # until the server has seen it
+                    await asyncio.sleep(0.001)
+            else:
+                answer = asyncio.create_task(caller.answer())
+                while how == "abort" and not answer.done():
+                    assert (await other.ask(message(dice.choice(ABORTS), "/v1/engine/abort")))[0] == 200
+                told = await answer
+            assert told[0] == 200, (number, how, told)
+            ends[check_own(told[1], number % 90, limit)] += 1
+    return ends
+
+
+@pytest.mark.parametrize("rounds", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_an_id_is_free_as_soon_as_its_call_is_answered(server: Any, until: Until, rounds: int) -> None:
+    idle = server.holds()
+    ends = asyncio.run(asyncio.wait_for(reuse_one_id(server.address, rounds), 120))
+    assert ends["length"] > rounds // 4 and ends["abort"] > rounds // 10, ends
+    until(lambda: server.holds() == idle, 3.0)
