@@ -48,9 +48,10 @@ def encode(value: Any, binary: bool) -> bytes:
     return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":")).encode()
 
 
-def reply(request: Request, value: Any, status: int = 200) -> Response:
+def reply(request: Request, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     binary = wants_msgpack(request)
-    return Response(encode(value, binary), status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
+    headers = {**HEADERS.get(status, {}), **(headers or {})}
+    return Response(encode(value, binary), status, headers, media_type=MSGPACK if binary else "application/json")
 
 
 def error_reply(request: Request, error: BaseException) -> Response:

@@ -15,10 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgpack
 import pytest
 from rollsync import RolloutClient
-from rollsync.rollout.wire import MSGPACK, pack_array
 
 Until = Callable[..., None]
 FLAGS = ("--num-blocks", "9000", "--block-tokens", "4", "--max-num-seqs", "8", "--max-batch-tokens", "8", "--max-model-len", "4096")
