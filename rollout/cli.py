@@ -119,6 +119,8 @@ def _add_serve(commands: Any) -> None:
     text = "token that control routes must send; @FILE reads it from a file; required if --host is not loopback"
     group.add_argument("--control-token", default=argparse.SUPPRESS, help=text)
     group.add_argument("--max-body-bytes", type=int, default=argparse.SUPPRESS, help="largest request body accepted (default: 256 MiB)")
+    text = "name of the model on OpenAI's routes (default: MODEL; that and its last part are names too)"
+    group.add_argument("--served-model-name", metavar="NAME", default=argparse.SUPPRESS, help=text)
     group.add_argument("--engine-factory", default=None, help=argparse.SUPPRESS)
     add_config_flags(parser)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import html
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from .. import metrics
-from ..errors import BadRequest, RollsyncError
-from . import control, reply_schemas
+from ..errors import RollsyncError
+from . import control, openai, openai_schemas, reply_schemas
 from .checks import decode_body
 from .engine_client import EngineProcess
 from .guard import Access, Guard
@@ -38,9 +39,6 @@ def _service(request: Request) -> RolloutService:
 
 
 async def _body(request: Request) -> Any:
-    coding = request.headers.get("content-encoding", "identity")
-    if coding != "identity":
-        raise BadRequest(f"Content-Encoding must be identity (send the body as it is), got {coding[:80]!r}")
     body = await read_body(request, request.app.state.max_body_bytes)
     return decode_body(body, request.headers.get("content-type", "application/json"))
 
@@ -149,8 +147,8 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-ROUTERS = (router,)
-COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS}
+ROUTERS = (router, openai.router)
+COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **openai_schemas.COMPONENTS}
 """schemas by name, of bodies and replies of every router"""
 ROUTES = (*dict.fromkeys(r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute)), "/openapi.json")
 
@@ -178,7 +176,12 @@ Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
 def create_app(
-    engine: EngineProcess, text: TextService, access: Access, version: str, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    engine: EngineProcess,
+    text: TextService,
+    access: Access,
+    version: str,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    served_model_name: str | None = None,
 ) -> FastAPI:
     """The application over one engine process. It starts and stops nothing."""
     handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, ClientGone: _on_client_gone}
@@ -186,6 +189,8 @@ def create_app(
     app = FastAPI(title="Rollsync", version=version, docs_url=None, redoc_url=None, exception_handlers=handlers)
     app.state.service = RolloutService(engine, text)
     app.state.max_body_bytes = max_body_bytes
+    app.state.served_model_name = served_model_name
+    app.state.started = int(time.time())
     for each in ROUTERS:
         app.include_router(each)
     app.openapi = functools.cache(lambda: openapi(version))  # type: ignore[method-assign]

@@ -19,6 +19,9 @@ CAPABILITIES = (
     "rollouts.deadline_s",
     "rollouts.detach_s",
     "rollouts.on_unavailable",
+    "openai.completions",
+    "openai.chat",
+    "openai.token_ids",
     "engine.abort",
     "engine.status",
 )

@@ -31,6 +31,8 @@ class ServeOptions:
     """token that control routes must send as Authorization: Bearer; @FILE reads it from a file"""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     """largest request body accepted, in bytes"""
+    served_model_name: str | None = None
+    """name of the model on OpenAI's routes; its path or id, and the last part of that, are names too"""
 
 
 def secret(value: str | None) -> str | None:
@@ -99,7 +101,7 @@ class Launcher:
         self._url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._progress = StartupProgress()
         self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._progress.show)
-        app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes)
+        app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes, options.served_model_name)
         self._server = Server(app, self._socket, connection_limit())
         self._signal: int | None = None
         self._wake = asyncio.Event()

@@ -13,8 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BodyTooLarge, BodyTooSlow, RollsyncError
+from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, RollsyncError
 from ..wire import MSGPACK, error_to_wire, jsonable
+from .openai_errors import error_body, is_openai, retry_headers
 
 T = TypeVar("T")
 BODY_GRACE_S = 60.0
@@ -55,13 +56,18 @@ def reply(request: Request, value: Any, status: int = 200, headers: dict[str, st
 
 
 def error_reply(request: Request, error: BaseException) -> Response:
-    """{"error": {"code", "message", "field"?}} with the status of the error's class."""
+    """{"error": {"code", "message", "field"?}} with the status of the error's class; on OpenAI's paths as OpenAI writes it."""
     status = error.status if isinstance(error, RollsyncError) else 500
+    if is_openai(request.url.path):
+        return reply(request, error_body(error), status, retry_headers(error))
     return reply(request, {"error": error_to_wire(error)}, status)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body, or BodyTooLarge as soon as it exceeds the limit, or BodyTooSlow once it falls behind."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        raise BadRequest(f"Content-Encoding must be identity (send the body as it is), got {coding[:80]!r}")
     declared = request.headers.get("content-length", "")
     chunks: list[bytes] = []
     size = int(declared) if declared.isdigit() else 0

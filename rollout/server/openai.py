@@ -1,0 +1,242 @@
+"""OpenAI's routes: completions, chat completions, models. A translation: the work is RolloutService's, as for any other route."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import PurePath
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import BadRequest, ModelNotFound, PromptTooLong, RollsyncError
+from ..wire import MSGPACK
+from .checks import check_vocabulary, decode_body
+from .openai_errors import error_body
+from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
+from .openai_replies import Prompt, Reply
+from .openai_schemas import ERRORS
+from .protocol import PromptSpec, RolloutCall
+from .replies import ClientGone, encode, frame, read_body, reply, until_disconnect, wants_msgpack
+from .rollouts import RolloutService, Ticket
+from .schemas import JSON, SSE, route
+
+router = APIRouter()
+
+
+def served_names(service: RolloutService, alias: str | None) -> list[str]:
+    """The names a body may give as `model`; the first is the one that is listed."""
+    path = PurePath(service.model)
+    return list(dict.fromkeys(name for name in (alias, service.model, path.name, path.stem if path.suffix == ".gguf" else "") if name))
+
+
+def _check_model(service: RolloutService, alias: str | None, asked: str | None) -> str:
+    names = served_names(service, alias)
+    if asked is not None and asked not in names:
+        raise ModelNotFound(f"model {asked!r} is not served here; served: {', '.join(names)}", field="model")
+    return asked or names[0]
+
+
+def _rename(error: RollsyncError, i: int, request: OpenAIRequest) -> RollsyncError:
+    """The same error with the field named as the caller wrote it."""
+    if not isinstance(error, BadRequest) or error.field is None:
+        return error
+    ids = "messages" if request.chat else "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
+
+    def renamed(path: str) -> str:
+        own = path.removeprefix(f"prompts[{i}].").removeprefix(f"prompts[{i}]")
+        return ids + own.removeprefix("token_ids") if own.startswith(("token_ids", " ", ":")) or not own else own
+
+    return type(error)(renamed(str(error)), field=renamed(error.field))
+
+
+class Call:
+    """One call on its way: ids first, then a ticket, then a reply."""
+
+    def __init__(self, service: RolloutService, request: OpenAIRequest, model: str) -> None:
+        self.service, self.request, self.model = service, request, model
+
+    async def open(self) -> None:
+        """Tokenise and register. Raises BadRequest for a prompt that cannot be served, which fails the whole call."""
+        request, service = self.request, self.service
+        self._tokenizer: Any = await service.text.tokenizer() if request.needs_tokenizer else None
+        prompts = await self._prompts()
+        self.ticket: Ticket = service.open(self._rollout_call(prompts))
+        head = {
+            "id": ("chatcmpl-" if request.chat else "cmpl-") + self.ticket.id,
+            "model": self.model,
+            "system_fingerprint": service.fingerprint or None,
+        }
+        self.reply = Reply(request, prompts, head, self._tokenizer, service.engine.snapshot.info.get("eos_token_ids", ()))
+
+    async def _prompts(self) -> list[Prompt]:
+        request, counts, found = self.request, Counter[tuple[int, ...]](), []
+        info = self.service.engine.snapshot.info
+        for i, given in enumerate([None] if request.chat else request.prompts):
+            name = "messages" if request.chat else "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
+            if given is None:
+                ids = await self.service.text.render(request.messages, request.template)
+            elif isinstance(given, str):
+                ids = tuple(await asyncio.to_thread(self._tokenizer.encode, given, request.add_special_tokens))
+            else:
+                ids = given
+            if not ids:
+                raise BadRequest(f"{name} must hold at least one token, got none", field=name)
+            check_vocabulary(name, ids, info.get("embed_size"))
+            room = info.get("max_model_len", len(ids) + 1) - (request.params.max_tokens != 0)
+            if len(ids) > room:  # here, before a stream of its neighbours has begun
+                raise PromptTooLong(f"{name} must hold at most {room} tokens, got {len(ids)}", field=name)
+            found.append(Prompt(ids, given if isinstance(given, str) else None, counts[ids]))
+            counts[ids] += request.params.n  # equal prompts go on counting, so that their choices differ
+        return found
+
+    def _rollout_call(self, prompts: list[Prompt]) -> RolloutCall:
+        request = self.request
+        specs = [
+            PromptSpec(
+                ids=p.ids,
+                text=None,
+                messages=None,
+                chat_template_kwargs={},
+                params=request.params,
+                first_sample=p.first_sample,
+                continue_from=(),
+                forced_token_ids=(),
+            )
+            for p in prompts
+        ]
+        return RolloutCall(
+            prompts=specs,
+            include=("prompt_logprobs",) if request.prompt_logprobs else (),
+            request_id=request.request_id,
+            group=request.group,
+            session=request.session,
+            priority=request.priority,
+            stream="tokens" if request.stream else "",
+            deadline_s=request.deadline_s,
+        )
+
+    async def _samples(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Deltas and finished samples. An error of one prompt is the call's: OpenAI has no place for it beside the others."""
+        await self.ticket.start()
+        async for i, item in self.ticket.events():
+            if isinstance(item, RollsyncError):
+                raise _rename(item, i, self.request)
+            yield i, item
+        self.ticket.finish()
+
+    async def whole(self) -> dict[str, Any]:
+        samples = [found async for found in self._samples()]
+        return await asyncio.to_thread(self.reply.whole, samples)
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        async for i, item in self._samples():
+            for chunk in self.reply.chunks(i, item):
+                yield chunk
+        if self.request.include_usage:
+            yield self.reply.last_chunk()
+
+
+class ChunkStream(Response):
+    """Chunks as server-sent events, or as frames of msgpack. The status waits for the first, so a call that is refused has its own.
+
+    `close` is called however it ends.
+    """
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None], binary: bool) -> None:
+        super().__init__(media_type=MSGPACK if binary else SSE, headers={"Cache-Control": "no-store"})
+        self._chunks, self._close, self._binary = chunks, close, binary
+        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def put(data: bytes, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def run() -> None:
+            try:
+                async for chunk in self._chunks:
+                    await put(self._frame(chunk))
+            except Exception as error:
+                if not begun:
+                    raise
+                await put(self._frame(error_body(error)), more=False)  # the status line is gone: the stream itself has to say it
+            else:
+                await put(b"" if self._binary else b"data: [DONE]\n\n", more=False)
+
+        try:
+            await until_disconnect(receive, run())
+        except ClientGone:
+            pass
+        finally:
+            self._close()
+
+    def _frame(self, value: dict[str, Any]) -> bytes:
+        return frame(value, True) if self._binary else b"data: " + encode(value, False) + b"\n\n"
+
+
+async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Response:
+    state = request.app.state
+    body = await read_body(request, state.max_body_bytes)
+    asked = parse(decode_body(body, request.headers.get("content-type", JSON)))
+    call = Call(state.service, asked, _check_model(state.service, state.served_model_name, asked.model))
+    await call.open()
+    if asked.stream:
+        return ChunkStream(call.chunks(), call.ticket.close, wants_msgpack(request))
+    try:
+        whole = await until_disconnect(request.receive, call.whole())
+    finally:
+        call.ticket.close()
+    return await asyncio.to_thread(reply, request, whole)
+
+
+@router.post(
+    "/v1/completions",
+    openapi_extra=route(
+        "OpenAI", takes="Completion", gives="CompletionReply", events="CompletionReply", errors=ERRORS, error="OpenAIError"
+    ),
+)
+async def completions(request: Request) -> Response:
+    """OpenAI's completions, from text or ids.
+
+    One prompt that cannot be served fails the call, since OpenAI's reply has no place for its error; `POST /v1/rollouts` has.
+    """
+    return await _answer(request, parse_completion)
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=route("OpenAI", takes="Chat", gives="ChatReply", events="ChatChunk", errors=ERRORS, error="OpenAIError"),
+)
+async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat completions. The model's template renders the messages; tool calls are not parsed out of the text."""
+    return await _answer(request, parse_chat)
+
+
+def _model(request: Request) -> dict[str, Any]:
+    state = request.app.state
+    info = state.service.engine.snapshot.info
+    name = served_names(state.service, state.served_model_name)[0]
+    found = {"id": name, "object": "model", "created": state.started, "owned_by": "rollsync"}
+    return {**found, "root": state.service.model, "max_model_len": info.get("max_model_len")}
+
+
+@router.get("/v1/models", openapi_extra=route("OpenAI", gives="Models", error="OpenAIError"))
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return reply(request, {"object": "list", "data": [_model(request)]})
+
+
+@router.get("/v1/models/{model:path}", openapi_extra=route("OpenAI", gives="Model", errors=(404,), error="OpenAIError"))
+async def model(request: Request, model: str) -> Response:
+    """The model of this name, if it is the one that is served."""
+    _check_model(request.app.state.service, request.app.state.served_model_name, model)
+    return reply(request, _model(request))
