@@ -44,6 +44,8 @@ EXPECTED = {
     "attention_window/float32": "a70a9088b941",
     "sample/bfloat16": "e27bc76453c4",
     "sample/float32": "b266772062df",
+    "sample_changed/bfloat16": "f9cb463363c0",
+    "sample_changed/float32": "719afa6d2c6b",
 }
 """of specification version 1; a change of any digest is a new version"""
 
@@ -183,7 +185,7 @@ def _attention_window(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
     yield from _attention(ops, dtype, 37)
 
 
-def _sample(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
+def _sample(ops: _Ops, dtype: torch.dtype, **changes: Any) -> Iterator[SampleResult]:
     numbers = _Numbers(7)
     logits = (numbers.values(8, 300, binades=6) * 4).to(dtype)
     every = np.ones(8, np.bool_)
@@ -202,13 +204,22 @@ def _sample(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
             want_entropy=every,
             banned=[[], [], [3, 4], [], [], [], [], []],
             vocab_limit=290,
+            **changes,
         ),
     )
+
+
+def _sample_changed(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
+    values = (_Numbers(9).values(3, 100).double() * 2).tolist()
+    entries = [(i * 3, b, 1.0 + abs(r), s) for i, (b, r, s) in enumerate(zip(*values, strict=True))]
+    allowed = [None, range(0, 290, 7), None, range(40), None, None, [3, 11, 150], None]
+    yield from _sample(ops, dtype, adjust=[entries, entries, []] * 2 + [entries] * 2, allowed=allowed, top_n=np.array([20, 5, 0, 3] * 2))
 
 
 _PROBES: dict[str, Any] = {
     "linear": _linear, "linear_shards": _linear_shards, "linear_f32": _linear_f32, "silu_mul": _silu, "rmsnorm": _rmsnorm,
     "rope": _rope, "rope_norm": _rope_norm, "attention": _attention, "attention_window": _attention_window, "sample": _sample,
+    "sample_changed": _sample_changed,
 }  # fmt: skip
 
 

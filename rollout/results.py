@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -111,6 +111,8 @@ def rollouts_body(
     if isinstance(options.get("include"), str):
         raise BadRequest(f"include must be a list of names, got {options['include']!r}", field="include")
     params = sampling_params.to_wire() if isinstance(sampling_params, SamplingParams) else dict(sampling_params or {})
+    if isinstance(params.get("logit_bias"), Mapping):  # msgpack bodies, like JSON, have keys of text
+        params["logit_bias"] = {str(token): bias for token, bias in params["logit_bias"].items()}
     own_n = params.pop("n", 1)
     body = {"prompts": [_prompt(p) for p in prompts], "n": own_n if n is None else n, "sampling_params": params}
     return {**body, **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items() if v is not None}}

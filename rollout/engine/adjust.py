@@ -27,15 +27,16 @@ class Adjustments:
     def _reset(self) -> None:
         """Entries at the end of the prompt."""
         init = self._init
-        prompt = dict.fromkeys(init.history[: init.prompt_tokens]) if init.repetition_penalty != 1.0 else {}
-        self._index: dict[int, int] = {}
-        self._counts: list[int] = []
-        self._entries = np.zeros(64, ADJUST)
+        bias = dict(init.logit_bias)
+        prompt = set(init.history[: init.prompt_tokens]) if init.repetition_penalty != 1.0 else set()
+        ids = [*bias, *prompt.difference(bias)]
+        self._index = {token: at for at, token in enumerate(ids)}
+        self._counts = [0] * len(ids)
+        self._entries = np.zeros(len(ids) + 64, ADJUST)
+        known = self._entries[: len(ids)]
+        known["id"], known["bias"][: len(bias)] = ids, [*bias.values()]
+        known["factor"] = [init.repetition_penalty if token in prompt else 1.0 for token in ids]
         self._position = init.prompt_tokens
-        for token, bias in init.logit_bias:
-            self._entries["bias"][self._at(token)] = bias
-        for token in prompt:
-            self._entries["factor"][self._at(token)] = init.repetition_penalty
 
     def _at(self, token: int) -> int:
         """Where the entry of an id is; it is made if there is none."""

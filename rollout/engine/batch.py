@@ -51,6 +51,7 @@ class Slots:
         self.top_n = np.zeros(num_slots, np.uint8)
         self.restricted = np.zeros(num_slots, np.bool_)
         """whether the slot's row of `allowed` counts"""
+        self._last_allowed: tuple[tuple[int, ...], Array] = (), np.zeros(0, np.uint32)
         self.adjusting: dict[int, Adjustments] = {}
         self.special = np.zeros(num_slots, np.bool_)
         """whether any of the last three applies"""
@@ -80,7 +81,10 @@ class Slots:
             self.adjusting[s] = Adjustments(init)
         self.restricted[s] = init.allowed_token_ids is not None
         if init.allowed_token_ids is not None:
-            words = allowed_words(init.allowed_token_ids)
+            ids, words = self._last_allowed
+            if ids is not init.allowed_token_ids:  # the samples of a group come one after another, with one list
+                words = allowed_words(init.allowed_token_ids)
+                self._last_allowed = init.allowed_token_ids, words
             self._arrays.reserve_allowed(len(words))
             row = self._arrays["allowed"][s]
             row[:] = 0

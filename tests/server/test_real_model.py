@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,45 @@ def test_a_stop_string_ends_a_sample(real: Any) -> None:
     with RolloutClient(real.url) as client:
         whole = client.rollouts(["hello"], sampling_params=params, include=["text"]).results[0].samples[0]
         word = next(c for c in whole.text or "" if c.isascii() and c.isprintable())
-        cut = client.rollouts(["hello"], sampling_params={**params, "stop": [word]}, include=["text"]).results[0].samples[0]
-    assert (cut.finish_reason, cut.stop_reason) == ("stop", word) and word in (cut.text or "")
-    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids and len(cut.token_ids) < 30
+        both = [{**params, "stop": [word], "include_stop_str_in_output": include} for include in (False, True)]
+        cut, kept = (client.rollouts(["hello"], sampling_params=p, include=["text"]).results[0].samples[0] for p in both)
+    assert (cut.finish_reason, cut.stop_reason) == (kept.finish_reason, kept.stop_reason) == ("stop", word)
+    assert cut.text is not None and word not in cut.text and kept.text == cut.text + word
+    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids == kept.token_ids and len(cut.token_ids) < 30
+
+
+def test_changed_logits_and_reported_ids_over_both_formats(real: Any, in_process: Engine) -> None:
+    params: dict[str, Any] = {
+        "seed": 3, "max_tokens": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.2, "logit_bias": {9: 4.0},
+        "allowed_token_ids": [9, 30, 31, 32], "top_logprobs": 6,
+    }  # fmt: skip
+    wanted = in_process.generate([[5, 6, 7]], {**params, "n": 2})[0].samples
+    assert wanted[0].top_token_ids is not None and all(ids.count(-1) == 2 for ids in wanted[0].top_token_ids)
+    with RolloutClient(real.url) as client:
+        samples = client.rollouts([[5, 6, 7]], n=2, sampling_params=params).results[0].samples
+        plain = client.rollouts([[5, 6, 7]], sampling_params={"max_tokens": 2}).results[0].samples[0]
+    body = {"prompts": [{"token_ids": [5, 6, 7]}], "n": 2, "sampling_params": params}
+    for sample, output in zip(samples, wanted, strict=True):
+        for name in ("token_ids", "logprobs", "top_token_ids", "top_logprobs"):
+            assert getattr(sample, name) == getattr(output, name), name
+    assert plain.top_token_ids is None and plain.top_logprobs is None
+    for sample, output in zip(httpx.post(f"{real.url}/v1/rollouts", json=body).json()["results"][0]["samples"], wanted, strict=True):
+        assert sample["token_ids"] == output.token_ids and sample["top_token_ids"] == output.top_token_ids
+        assert sample["top_logprobs"] == [[v if math.isfinite(v) else None for v in row] for row in output.top_logprobs or ()]
+    with httpx.stream("POST", f"{real.url}/v1/rollouts", json={**body, "stream": "tokens"}) as answer:
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: ")]
+    deltas = [e["sample"] for e in events if e["event"] == "delta"]
+    for output in wanted:
+        rows = [row for d in deltas if d["index"] == output.sample_index for row in d["top_token_ids"]]
+        assert rows == output.top_token_ids
+
+
+def test_ids_outside_the_vocabulary_fail_their_own_item(real: Any) -> None:
+    for field, value in (("logit_bias", {"320": 1.0}), ("allowed_token_ids", [3, 320]), ("allowed_token_ids", [2])):
+        params = {"max_tokens": 1, "min_tokens": 1, field: value}
+        answer = httpx.post(f"{real.url}/v1/rollouts", json={"prompts": [{"token_ids": [5]}], "sampling_params": params})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and field in error["field"] and field in error["message"]
 
 
 def test_the_front_holds_a_tokenizer_but_no_torch(real: Any) -> None:

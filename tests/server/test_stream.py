@@ -170,8 +170,8 @@ def test_text_deltas_never_break_a_character_nor_show_a_hidden_stop(skip: bool) 
             count = next(k for k in range(1, len(ids) + 1) if "STOP" in tokenizer.decode(ids[:k], False))
             ids = ids[:count]
         shown = tokenizer.decode(ids, skip)
-        for hidden in ((), ("STOP",)):
-            text = SampleText(tokenizer, skip, hidden)
+        for hidden, include in (((), False), (("STOP",), False), (("STOP",), True)):
+            text = SampleText(tokenizer, skip, hidden, include)
             cut = rng.randrange(len(ids))
             parts = [text.push([i]) for i in ids[:cut]]
             parts.append(text.finish(ids[cut:], "STOP" if at >= 0 else None))
@@ -179,6 +179,6 @@ def test_text_deltas_never_break_a_character_nor_show_a_hidden_stop(skip: bool) 
             if not hidden or at < 0:
                 assert text.text == shown
             elif not skip or 7 not in ids:
-                assert text.text == full[:at]
-            else:
+                assert text.text == full[: at + 4 if include else at]
+            elif not include:
                 assert shown.startswith(text.text) and len(shown) - len(text.text) >= len("STOP") - full[at:].count("<")
