@@ -356,7 +356,7 @@ class NativeOps:
         for name, none in (("top_id", -1), ("top_logprob", -np.inf)):
             outputs[name] = outputs[name][:, : top_n.max(initial=0)].copy()
             outputs[name][np.arange(outputs[name].shape[1]) >= top_n[:, None]] = none
-        return SampleResult(**outputs, nonfinite=arrays["out_nonfinite"].astype(np.bool_))
+        return SampleResult(**outputs, nonfinite=arrays["out_nonfinite"])
 
     @staticmethod
     def _changes(arrays: StepArrays, rows: SamplerRows) -> None:

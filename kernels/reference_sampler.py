@@ -76,7 +76,8 @@ class SampleResult:
     """[R, most `top_n`]: likeliest first; -1 where there are no more, or no more were asked for"""
     top_logprob: npt.NDArray[np.float32]
     """of `top_id`, as `logprob` (at temperature 0: at temperature 1, nothing truncated); -inf where there is none"""
-    nonfinite: npt.NDArray[np.bool_]
+    nonfinite: npt.NDArray[np.uint8]
+    """0; 1 if the logits are broken (NaN, infinite); 2 if they are whole and nothing is left that may be drawn"""
 
 
 class _Masses(NamedTuple):
@@ -181,14 +182,16 @@ class _Row(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> _Row | None:
+def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> _Row | int:
+    """What a row gives, or why it gives nothing (see SampleResult.nonfinite)."""
     temperature, forced, nan = float(rows.temperature[r]), int(rows.forced[r]), math.nan
     adjusted_V = logits_V if rows.adjust is None else _adjusted(logits_V, rows.adjust[r])
     inverse = f32(1.0) if temperature == 0.0 else f32(1.0 / temperature)
     z_V = logits_V * inverse
     restricted = _restricted(adjusted_V * inverse, rows, r)
-    if z_V.isnan().any() or not math.isfinite(z_V.amax().item()) or not math.isfinite(restricted.amax().item()):
-        return None
+    peak = restricted.amax().item()
+    if z_V.isnan().any() or not math.isfinite(z_V.amax().item()) or not math.isfinite(peak):
+        return 2 if peak == -math.inf and math.isfinite(z_V.amax().item()) else 1
     top_n, top = 0 if rows.top_n is None else int(rows.top_n[r]), []
     if temperature == 0.0:
         token, logprob, temperature_logprob, entropy = _greedy_row(restricted, forced)
@@ -248,16 +251,18 @@ def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
     """
     check_rows(logits_RV, rows)
     num_rows = logits_RV.shape[0]
-    token, nonfinite = np.maximum(rows.forced, 0).astype(np.int64), np.ones(num_rows, dtype=np.bool_)
+    token, nonfinite = np.maximum(rows.forced, 0).astype(np.int64), np.zeros(num_rows, dtype=np.uint8)
     floats = np.full((4, num_rows), np.nan, dtype=np.float32)
     width = int(rows.top_n.max(initial=0)) if rows.top_n is not None else 0
     top_id, top_logprob = np.full((num_rows, width), -1, np.int32), np.full((num_rows, width), -np.inf, np.float32)
     for r in range(num_rows):
-        if (row := _sample_row(logits_RV[r].float(), rows, r)) is not None:
+        row = _sample_row(logits_RV[r].float(), rows, r)
+        if isinstance(row, int):
+            nonfinite[r] = row
+        else:
             token[r], *floats[:, r], _ = row
             top_id[r, : len(row.top)] = [i for i, _ in row.top]
             top_logprob[r, : len(row.top)] = [logprob for _, logprob in row.top]
-            nonfinite[r] = False
     return SampleResult(
         token=token, logprob=floats[0], temperature_logprob=floats[1], model_logprob=floats[2], entropy=floats[3], top_id=top_id,
         top_logprob=top_logprob, nonfinite=nonfinite,

@@ -127,9 +127,10 @@ inline int pick(const float* z, float m, const uint64_t* blocks, uint64_t r) {
 struct RowOut {
   const Step& st;
   int r;
-  void fail(int64_t token) const {
+  // Why: 1 broken numbers, 2 nothing is left that may be drawn.
+  void fail(int64_t token, uint8_t why = 1) const {
     float nan = __builtin_nanf("");
-    st.out_nonfinite[r] = 1;
+    st.out_nonfinite[r] = why;
     st.out_token[r] = token < 0 ? 0 : token;
     st.out_logprob[r] = st.out_temperature_logprob[r] = st.out_model_logprob[r] = st.out_entropy[r] = nan;
     top_from(0);
@@ -214,7 +215,7 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
   float entropy = want_entropy ? (greedy ? 0.f : entropy_of(z, m, padded, whole)) : nan;
   if (changes.any() || limit < n) {
     m = change_row(changes, logits, n, inv, z, limit, padded);
-    if (!__builtin_isfinite(m)) return out.fail(token);
+    if (!__builtin_isfinite(m)) return out.fail(token, m == -__builtin_inff() ? 2 : 1);
     if (!greedy) mass = total_mass(z, m, padded, blocks);
   }
   Kept kept;

@@ -6,6 +6,7 @@ E entries (sequences fed this step), T tokens, R logits rows.
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class Slots:
         self.temperature[s], self.top_p[s], self.min_p[s] = init.temperature, init.top_p, init.min_p
         self.top_k[s], self.seed[s], self.sample_index[s] = init.top_k, init.seed, init.sample_index
         self.want[s] = init.want_model_logprobs | init.want_entropy << 1
-        self.banned[s], self.banned_until[s] = init.banned_ids, init.banned_until if init.banned_ids else 0
+        self.banned[s] = tuple(map(operator.index, init.banned_ids))
+        self.banned_until[s] = init.banned_until if init.banned_ids else 0
         self.prompt_tokens[s], self.top_n[s] = init.prompt_tokens, init.top_logprobs
         self.adjusting.pop(s, None)
         if Adjustments.wanted(init):

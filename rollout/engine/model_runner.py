@@ -30,6 +30,8 @@ from .types import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
+NOTHING_LEFT = "no id is left that could be sampled here: what bans and allows ids leaves none with a finite logit"
+
 Progress = Callable[[str, float], None]
 """called with (phase, fraction done)"""
 
@@ -244,6 +246,7 @@ class ModelRunner:
         self._program.run()
         a, R = self._arrays, self._arrays.num_rows
         nonfinite = a["out_nonfinite"][:R]
+        broken, faults = nonfinite.any(), self._slots.faulty_rows(plan.row_slot)
         top_ids, top_logprobs = self._top(R)
         return StepResult(
             step=plan.step,
@@ -255,8 +258,8 @@ class ModelRunner:
             entropy=a["out_entropy"][:R].tolist(),
             top_token_ids=top_ids,
             top_logprobs=top_logprobs,
-            nonfinite=nonfinite.nonzero()[0].tolist() if nonfinite.any() else [],
-            faults=self._slots.faulty_rows(plan.row_slot),
+            nonfinite=(nonfinite == 1).nonzero()[0].tolist() if broken else [],
+            faults=faults + [(r, NOTHING_LEFT) for r in (nonfinite == 2).nonzero()[0].tolist()] if broken else faults,
         )
 
     def _top(self, num_rows: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -230,7 +230,8 @@ def oracle(request: RolloutRequest, seed: int, info: RunnerInfo, index: int = 0,
     if "entropy" in request.include:
         out.entropy = columns["entropy"]
     if "prompt_logprobs" in request.include:
-        out.prompt_logprobs = [None, *(read_row(prompt[:j], init, prompt[j], weights).model for j in range(1, len(prompt)))]
+        whole = [None, *(read_row(prompt[:j], init, prompt[j], weights).model for j in range(1, len(prompt)))]
+        out.prompt_logprobs = whole[request.prompt_logprobs_start :]
     return out
 
 

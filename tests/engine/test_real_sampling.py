@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from real_engine import COLUMNS, bits, changed, finals, make_requests, prompt, run
 from rollsync import Engine, RolloutRequest, SampleOutput, SamplingParams
 from rollsync.kernels.native_lib import BUILDS, available_builds
+from rollsync.rollout.engine.model_runner import NOTHING_LEFT
+from rollsync.rollout.engine.sequence import Sequence
 
 NAN_TOKEN = 255
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -127,3 +130,31 @@ def test_an_error_says_what_happened(cancelling: dict[str, str]) -> None:
         request = RolloutRequest(request_id="x", prompt_token_ids=(NAN_TOKEN,), params=SamplingParams(max_tokens=3))
         output = finals(engine, [request])["x", 0]
     assert output.finish_reason == "error" and "NaN" in (output.error or "") and output.token_ids == []
+
+
+SPOILED: dict[str, dict[str, Any]] = {
+    "hot": {"temperature": "hot"},
+    "odd": {"banned_ids": ("x",), "banned_until": 999},
+    "bare": {"allowed_token_ids": (7,), "banned_ids": (7,), "banned_until": 999},
+}
+
+
+@pytest.mark.parametrize("kernels", ["reference", None])
+def test_a_slot_that_nothing_can_be_drawn_with_ends_its_request_alone(
+    cancelling: dict[str, str], monkeypatch: pytest.MonkeyPatch, kernels: str | None
+) -> None:
+    healthy = make_requests(3, max_tokens=6, shared=30, step=7)
+    bad = [changed(healthy[i], request_id=rid, n=2 if i else 1) for i, rid in enumerate(SPOILED)]
+    options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "block_tokens": 16, "num_blocks": 40, "max_batch_tokens": 33}
+    want = run(cancelling["llama"], healthy, **options)
+    real = Sequence.slot_init
+    monkeypatch.setattr(Sequence, "slot_init", lambda self, slot: replace(real(self, slot), **SPOILED.get(self.request.id, {})))
+    with Engine(cancelling["llama"], threads=1, **options) as engine:
+        outputs = finals(engine, [bad[0], healthy[0], *bad[1:], *healthy[1:]])
+        assert {key: bits(output) for key, output in outputs.items() if key[0] not in SPOILED} == want
+        words = {(o.request_id, o.finish_reason, o.error) for o in outputs.values() if o.request_id in SPOILED}
+        assert {(rid, reason) for rid, reason, _ in words} == {(rid, "error") for rid in SPOILED}
+        assert {rid: text for rid, _, text in words}["bare"] == NOTHING_LEFT and "TypeError" in str(words)
+        assert engine.stats()["faults"] == 5 and engine.stats()["nonfinite"] == 0 and engine.stats()["free_blocks"] == 40
+        monkeypatch.setattr(Sequence, "slot_init", real)
+        assert all(o.finish_reason == "length" for o in finals(engine, bad).values())

@@ -27,6 +27,7 @@ def random_request(rng: random.Random, rid: str, shared: list[int]) -> RolloutRe
         ignore_eos=rng.random() < 0.5, min_tokens=rng.choice([0, 0, min(3, max_tokens or 0)]), priority=rng.choice([0, 0, 1]),
         stop_token_ids=(7,) if rng.random() < 0.3 else (), stop=("A", "BC") if rng.random() < 0.3 else (),
         first_sample=rng.randrange(3), stream=rng.random() < 0.3, **given,
+        prompt_logprobs_start=rng.choice([0, 0, rng.randint(0, len(prompt))]) if "prompt_logprobs" in include else 0,
     )  # fmt: skip
 
 
