@@ -154,7 +154,7 @@ def engines(cancelling: dict[str, str]) -> Iterator[Engines]:
 
 def test_combinations_drawn_by_chance(engines: Engines) -> None:
     rng = random.Random(1)
-    drawn = rng.sample(ALL, 120)
+    drawn = rng.sample(ALL, 100)
     for name, values in {**WHAT, **HOW}.items():
         assert len({repr(c[name]) for c in drawn}) == len(values)
     for together in groups(drawn, rng):

@@ -143,9 +143,9 @@ SPOILED: dict[str, dict[str, Any]] = {
 def test_a_slot_that_nothing_can_be_drawn_with_ends_its_request_alone(
     cancelling: dict[str, str], monkeypatch: pytest.MonkeyPatch, kernels: str | None
 ) -> None:
-    healthy = make_requests(3, max_tokens=6, shared=30, step=7)
+    healthy = make_requests(3, max_tokens=3, shared=5, shortest=2, step=3)
     bad = [changed(healthy[i], request_id=rid, n=2 if i else 1) for i, rid in enumerate(SPOILED)]
-    options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "block_tokens": 16, "num_blocks": 40, "max_batch_tokens": 33}
+    options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "block_tokens": 4, "num_blocks": 40, "max_batch_tokens": 9}
     want = run(cancelling["llama"], healthy, **options)
     real = Sequence.slot_init
     monkeypatch.setattr(Sequence, "slot_init", lambda self, slot: replace(real(self, slot), **SPOILED.get(self.request.id, {})))
