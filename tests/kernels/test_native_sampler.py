@@ -131,7 +131,7 @@ def test_rows_of_every_kind(ops: NativeOps, once: Once, vocab: int, limit: int, 
     logits = adversarial_logits(240, vocab, dtype)
     rows = make_rows(240, vocab, **random_columns(240, vocab, limit, seed=vocab))
     want = once((vocab, dtype), lambda: ref.sample(logits, rows))
-    assert 20 < want.nonfinite.sum() < 120
+    assert 20 < (want.nonfinite > 0).sum() < 120
     same_result(ops.sample(logits, rows), want)
     same_result(NativeOps(load_build(ops.library.build), 3).sample(logits, rows), want)
 
@@ -142,7 +142,7 @@ def test_rows_that_change_their_logits(ops: NativeOps, once: Once, vocab: int, l
     logits = adversarial_logits(120, vocab, dtype)
     rows = make_rows(120, vocab, **{**random_columns(120, vocab, limit, seed=vocab), **random_changes(120, vocab, limit, seed=vocab)})
     want = once(("changes", vocab, dtype), lambda: ref.sample(logits, rows))
-    assert 10 < want.nonfinite.sum() < 90 and (want.top_id[~want.nonfinite] >= 0).any(axis=0).all()
+    assert 10 < (want.nonfinite > 0).sum() < 90 and 2 in want.nonfinite and (want.top_id[want.nonfinite == 0] >= 0).any(axis=0).all()
     got = ops.sample(logits, rows)
     same_result(got, want)
     same_result(NativeOps(load_build(ops.library.build), 3).sample(logits, rows), want)
