@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded
 from ..fields import did_you_mean
+from .admission import check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from .generate import Prompt, RolloutOutput, generate, score
 from .runner_info import Runner, RunnerInfo
 from .scheduler import Scheduler
 from .score import SCORED
-from .sequence import Request, StopMatcher, StopMatcherFactory, check_request
+from .sequence import Request, StopMatcher, StopMatcherFactory
 from .types import RolloutRequest, SampleOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -130,9 +131,11 @@ class Engine:
         """Everything about a request that could make `add_request` refuse it, but for what else is in flight.
 
         Raises:
-            BadRequest, PromptTooLong: the model cannot serve it.
+            BadRequest, PromptTooLong: the model cannot serve it. ConfigError: stop strings, and no tokenizer to match them with.
         """
         check_request(request, self.info)
+        if request.params.stop and self._stop_matcher == self._default_matcher and self._tokenizer is None:
+            self._default_matcher(request.params.stop)
         limit = self.config.scheduler.max_waiting
         if request.params.n > limit:
             raise BadRequest(f"n must be at most scheduler.max_waiting = {limit}, got {request.params.n}", field="n")

@@ -21,11 +21,11 @@ from ..models import decoder
 from ..models.config import DecoderConfig, load_decoder_config, resolve_model_path
 from ..models.layers import rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
+from .admission import MAX_BANNED_IDS
 from .batch import BatchBuilder, Slots
 from .config import EngineConfig
 from .planner import MAX_FORCED_ROWS
 from .runner_info import RunnerInfo
-from .sequence import MAX_BANNED_IDS
 from .types import StepPlan, StepResult
 
 log = logging.getLogger(__name__)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Ids
 from typing import Any, Protocol
 
-from ..errors import BadRequest, PromptTooLong, RollsyncError, describe
+from ..errors import RollsyncError, describe
 from .runner_info import RunnerInfo
 from .types import RolloutRequest, SlotInit
 
@@ -17,9 +16,6 @@ class StopMatcher(Protocol):
     def push(self, token_id: int) -> str | None:
         """The stop string that this token completes, if any."""
 
-
-MAX_BANNED_IDS = 64
-"""ids that a row may not draw (EOS and stop ids under min_tokens)"""
 
 StopMatcherFactory = Callable[[tuple[str, ...]], StopMatcher]
 
@@ -39,55 +35,6 @@ class Ending:
 
 
 LENGTH = Ending("length")
-
-
-def check_ids(field: str, ids: Ids[int], limit: int, what: str) -> None:
-    """BadRequest naming the first of `ids` that is not below `limit`."""
-    if ids and max(ids) >= limit:
-        i = next(i for i, v in enumerate(ids) if v >= limit)
-        raise BadRequest(f"{field}[{i}] is {ids[i]}; {what} are 0 to {limit - 1}", field=field)
-
-
-def check_request(spec: RolloutRequest, info: RunnerInfo) -> None:
-    """What a model's size forbids: ids outside its vocabulary, a prompt that can never fit.
-
-    Raises:
-        BadRequest: an id is out of range; names the field and the allowed range.
-        PromptTooLong: the prompt and one token exceed the context or the KV pool; says how much room there is.
-    """
-    check_ids("prompt_token_ids", spec.prompt_token_ids, info.embed_size, "ids the model can be fed")
-    check_ids("continue_from", spec.continue_from, info.embed_size, "ids the model can be fed")
-    check_ids("forced_token_ids", spec.forced_token_ids, info.embed_size, "ids the model can be fed")
-    params = spec.params
-    check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size, "ids the model can sample")
-    check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size, "ids the model can sample")
-    beyond = next((token for token in params.logit_bias if token >= info.vocab_size), None)
-    if beyond is not None:
-        raise BadRequest(f"logit_bias[{beyond}]: ids the model can sample are 0 to {info.vocab_size - 1}", field="logit_bias")
-    banned = {*spec.params.stop_token_ids, *(() if spec.params.ignore_eos else info.eos_token_ids)}
-    if spec.params.min_tokens and len(banned) > MAX_BANNED_IDS:
-        raise BadRequest(
-            f"stop_token_ids with min_tokens may name at most {MAX_BANNED_IDS} ids, the model's EOS ids included; got {len(banned)}",
-            field="stop_token_ids",
-        )
-    if params.min_tokens and params.allowed_token_ids is not None and banned.issuperset(params.allowed_token_ids):
-        raise BadRequest(
-            "allowed_token_ids must hold an id that does not end the sample (an EOS id or one of stop_token_ids): min_tokens = "
-            f"{params.min_tokens} leaves nothing to sample",
-            field="allowed_token_ids",
-        )
-    prompt_tokens = len(spec.prompt_token_ids)
-    if spec.score_only:
-        new, asked = len(spec.forced_token_ids), f"the continuation's {len(spec.forced_token_ids)}"
-    else:
-        new, asked = (0, "max_tokens 0") if spec.params.max_tokens == 0 else (1, "one new token")
-    pool_tokens = info.num_blocks * info.block_tokens
-    for limit, what in ((info.max_model_len, "the context"), (pool_tokens, "the KV pool")):
-        if prompt_tokens + new > limit:
-            raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; {what} of {limit} tokens allows at most {max(0, limit - new)} (with {asked})",
-                field="prompt_token_ids" if prompt_tokens >= limit or not spec.score_only else "forced_token_ids",
-            )
 
 
 class Request:

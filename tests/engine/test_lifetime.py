@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from real_engine import bits, changed, finals, make_requests, prompt
 from real_engine import run as run_real
 from rollsync import Engine, SamplingParams
 from rollsync.rollout.engine.async_engine import AsyncEngine
+from rollsync.rollout.errors import ConfigError
+from rollsync.rollout.selftest.model import write_model
 
 LONG: dict[str, Any] = {"ignore_eos": True}
 
@@ -125,3 +128,14 @@ def test_requests_without_a_seed_differ_within_an_engine_and_between_two_alike()
         assert tuple(again[0].samples[0].token_ids) == seen[-5]
     assert len(set(seen)) == 16
     assert run(engine) == []
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_by_name_and_can_be_refused_alone(tmp_path: Path) -> None:
+    params = [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=2, stop="x")]
+    with Engine(write_model(tmp_path / "model"), num_blocks=8, threads=1) as engine:
+        with pytest.raises(ConfigError, match="tokenizer"):
+            engine.generate([[1], [2]], params)
+        assert not engine.has_work
+        good, bad = engine.generate([[1], [2]], params, on_error="return")
+        assert good.samples[0].finish_reason == "length" and "tokenizer" in str(bad.samples[0].error)
+        assert engine.score([[2]], [[3]], params[1:])[0].finish_reason == "length"  # nothing is matched there
