@@ -177,3 +177,23 @@ def test_shell_commands_run(command: str, folder: Path, url: str) -> None:
     module = command.replace("rollsync", f"{sys.executable} -m rollsync.rollout.cli", 1).replace(MODEL, str(folder))
     done = subprocess.run(["bash", "-c", module], capture_output=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout, done.stderr
+
+
+# The examples
+
+
+def example(*argv: str) -> str:
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_quickstart_samples_in_process(folder: Path) -> None:
+    lines = example("examples/quickstart.py", str(folder)).splitlines()
+    assert sum("mean logprob" in line for line in lines) == 4
+
+
+def test_http_client_goes_the_whole_road(url: str) -> None:
+    said = example("examples/http_client.py", "--url", url)
+    assert "again: True" in said and "whole: " in said and "'samples': 6" in said
+    assert "abort (new weights)" in said
