@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, RollsyncError
+from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, RollsyncError, show
 from ..wire import MSGPACK, error_to_wire, jsonable
 from .openai_errors import error_body, is_openai, retry_headers
 
@@ -67,10 +67,10 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body, or BodyTooLarge as soon as it exceeds the limit, or BodyTooSlow once it falls behind."""
     coding = request.headers.get("content-encoding", "identity")
     if coding != "identity":
-        raise BadRequest(f"Content-Encoding must be identity (send the body as it is), got {coding[:80]!r}")
+        raise BadRequest(f"Content-Encoding must be identity (send the body as it is), got {show(coding)}")
     declared = request.headers.get("content-length", "")
     chunks: list[bytes] = []
-    size = int(declared) if declared.isdigit() else 0
+    size = int(declared) if declared.isascii() and declared.isdigit() else 0
     if size <= limit_bytes:
         size, begun_at = 0, asyncio.get_running_loop().time()
         try:

@@ -109,7 +109,7 @@ def damage(packed: bytes, rng: random.Random) -> bytes:
         return rng.randbytes(rng.choice((0, 1, 2, 5, 20, 200)))
     data = bytearray(packed)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        i = rng.randrange(len(data))
+        i = rng.randrange(len(data) + 1)
         data[i : i + rng.choice((0, 1, 1, 1, 3))] = rng.randbytes(rng.choice((0, 1, 1, 2)))
     return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.2 and data else data)
 
