@@ -125,6 +125,8 @@ def _name(schema: Schema) -> str | None:
 def words(schema: Schema) -> str:
     """A schema as a person would say it; null is left to the introduction."""
     name = _name(schema)
+    if name == "Error":
+        return "[error](#errors)"
     if name is not None:
         return f"[{name}](#{name.lower()})"
     if "$ref" in schema:
@@ -219,17 +221,19 @@ class Writer:
         for kind, schema in self._kinds(body):
             lines.append(f"Body: {words(schema)} ({kind})")
             needed.append(schema)
-        refusals = []
+        refusals, answers = [], dict[str, tuple[list[str], str]]()
         for status, response in found["responses"].items():
             kinds = self._kinds(response.get("content", {}))
             if kinds and all(_name(s) == "Error" for _, s in kinds):
                 refusals += [status] if status not in EVERYWHERE else []
                 continue
             for kind, schema in kinds:
-                lines.append(f"{status}: {words(schema)} ({kind})")
+                said = f"{words(schema)} ({kind})"
+                answers.setdefault(said, ([], said))[0].append(status)
                 needed.append(schema)
             if not kinds:
-                lines.append(f"{status}: {response['description']}")
+                answers[status] = ([status], response["description"])
+        lines += [f"{', '.join(statuses)}: {said}" for statuses, said in answers.values()]
         if refusals:
             lines.append(f"[Errors](#errors): {', '.join(refusals)}")
         parts.append("\n".join(f"- {line}" for line in lines))

@@ -28,6 +28,7 @@ from .schemas import STRING, parameter, route
 from .text import TextService
 
 DEFAULT_MAX_BODY_BYTES = 256 << 20
+REFUSED: dict[int, str | tuple[str, ...]] = dict.fromkeys((400, 503), ("Error", "RolloutsRefused"))
 router = APIRouter()
 ID = parameter("id", STRING, "the request_id, given or told by the start event", "path")
 STREAM = parameter("stream", {"type": "string", "enum": ["false", "true", "samples", "tokens"]}, "as in the body of POST /v1/rollouts")
@@ -45,7 +46,7 @@ async def _body(request: Request) -> Any:
 
 @router.post(
     "/v1/rollouts",
-    openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409, 503)),
+    openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409,), also=REFUSED),
 )
 async def rollouts(request: Request) -> Response:
     """Sample from prompts. JSON or msgpack by Content-Type and Accept; whole, or streamed by sample.
@@ -62,7 +63,9 @@ async def rollouts(request: Request) -> Response:
 
 @router.get(
     "/v1/rollouts/{id:path}",
-    openapi_extra=route("Sampling", gives="RolloutsReply", events="RolloutEvent", errors=(400, 404, 409, 503), parameters=(ID, STREAM)),
+    openapi_extra=route(
+        "Sampling", gives="RolloutsReply", events="RolloutEvent", errors=(404, 409), also=REFUSED, parameters=(ID, STREAM)
+    ),
 )
 async def reattach(request: Request, id: str) -> Response:
     """Read the reply of a call with detach_s whose connection was lost, from its beginning, as soon as it is there.

@@ -70,6 +70,14 @@ ROLLOUTS_REPLY = reply_schema(
     Item("usage", ref("Usage")),
 )
 
+ROLLOUTS_REFUSED = reply_schema(
+    "No prompt was served; the status is that of the first error.",
+    *_HEAD,
+    Item("results", array(ref("PromptResult")), "each with its own error"),
+    Item("usage", ref("Usage")),
+    Item("error", _ERROR, "that of the first prompt"),
+)
+
 _ACCEPTED = reply_schema("", _PROMPT_INDEX, Item("prompt_token_ids", _PROMPT_IDS))
 ROLLOUT_EVENT = reply_schema(
     "One event of a stream: start; delta (of a call that streams tokens), sample and error as they come; done. "
@@ -133,6 +141,7 @@ STATUS = reply_schema(
 
 COMPONENTS: dict[str, Schema] = {
     "RolloutsReply": ROLLOUTS_REPLY,
+    "RolloutsRefused": ROLLOUTS_REFUSED,
     "PromptResult": PROMPT_RESULT,
     "Sample": SAMPLE,
     "Delta": DELTA,

@@ -93,7 +93,7 @@ def route(
     events: str | None = None,
     errors: tuple[int, ...] = (),
     error: str = "Error",
-    also: dict[int, str] | None = None,
+    also: dict[int, str | tuple[str, ...]] | None = None,
     kinds: tuple[str, ...] = (JSON, MSGPACK),
     parameters: tuple[Schema, ...] = (),
 ) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def route(
         gives: component (or schema) of the reply with status 200.
         events: component of one event of the stream that the body may ask for.
         errors: further statuses it answers with, each with the body `error`; 401, 403, 500 and 503 are documented everywhere.
-        also: statuses other than 200 with a reply of their own: component by status.
+        also: statuses other than 200 with a reply of their own: component, or those it may be, by status.
         kinds: content types of body and reply.
         parameters: OpenAPI parameters; those of the path are found without.
     """
@@ -116,8 +116,9 @@ def route(
         if MSGPACK in kinds:  # a stream of frames has that type too
             content[MSGPACK] = {"schema": {"anyOf": [given, ref(events)]}}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
-    for status, name in (also or {}).items():
-        responses[str(status)] = {"description": "", "content": _content(ref(name), kinds)}
+    for status, names in (also or {}).items():
+        own = ref(names) if isinstance(names, str) else {"anyOf": [ref(name) for name in names]}
+        responses[str(status)] = {"description": "", "content": _content(own, kinds)}
     error_kinds = kinds if JSON in kinds else (JSON,)
     for status in sorted({*errors, *((400, 408, 413) if takes else ()), 401, 403, 500, 503} - set(also or {})):
         responses[str(status)] = {"description": "", "content": _content(ref(error), error_kinds)}

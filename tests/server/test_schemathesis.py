@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
+from jsonschema import Draft202012Validator
+from rollsync.rollout.server.app import openapi
+from rollsync.rollout.wire import MSGPACK, jsonable
 
 pytest.importorskip("schemathesis")
 HERE = Path(__file__).parent
@@ -42,7 +47,7 @@ def check(server: Any, scratch: Path, *flags: str) -> None:
 
 
 def test_what_it_makes_up_is_answered_as_documented(short: Any, tmp_path: Path) -> None:
-    check(short, tmp_path, "--phases", "fuzzing", "--max-examples", "8", "--generation-deterministic")
+    check(short, tmp_path, "--phases", "fuzzing", "--max-examples", "10", "--workers", "2", "--generation-deterministic")
 
 
 @pytest.mark.slow
@@ -50,3 +55,59 @@ def test_what_it_makes_up_is_answered_as_documented(short: Any, tmp_path: Path) 
 def test_much_more_of_it(short: Any, tmp_path: Path, seed: int) -> None:
     database = ["--generation-database", "none", "--seed", str(seed)]
     check(short, tmp_path, "--phases", "examples,coverage,fuzzing", "--max-examples", "300", "--max-failures", "40", *database)
+
+
+# Replies that do answer, field by field
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, but a field it does not list is an error."""
+    if isinstance(schema, list):
+        return [closed(s) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {k: closed(v) for k, v in schema.items()}
+    return {"additionalProperties": False, **found} if isinstance(schema.get("properties"), dict) else found
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> None:
+    components = closed(openapi("1")["components"])
+    Draft202012Validator({**closed(schema), "components": components}).validate(value)
+
+
+def reply_schema(method: str, path: str, answer: httpx.Response) -> dict[str, Any]:
+    kind = answer.headers["content-type"].partition(";")[0]
+    found: dict[str, Any] = openapi("1")["paths"][path][method]["responses"][str(answer.status_code)]["content"][kind]["schema"]
+    return found
+
+
+SAMPLING = {"max_tokens": 3, "seed": 4, "top_logprobs": 2}
+INCLUDE = ["text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs"]
+ROLLOUT = {"prompts": [{"text": "ab"}, {"token_ids": [999]}], "n": 2, "sampling_params": SAMPLING, "include": INCLUDE}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/rollouts", ROLLOUT),
+    ("/v1/rollouts", {"prompts": [{"token_ids": [999]}]}),
+    ("/v1/rollouts", {"prompts": []}),
+    ("/v1/engine/abort", {"all": True}),
+    ("/v1/engine/abort", {}),
+]
+
+
+@pytest.mark.parametrize("accept", ["application/json", MSGPACK])
+def test_what_answers_is_what_the_schema_lists(short: Any, accept: str) -> None:
+    with httpx.Client(base_url=short.url, headers={"Accept": accept}) as http:
+        gets = [path for path, methods in openapi("1")["paths"].items() if "get" in methods and "{" not in path]
+        answers = [("get", path, http.get(path)) for path in gets] + [("post", path, http.post(path, json=body)) for path, body in BODIES]
+    for method, path, answer in answers:
+        if "text/plain" not in answer.headers["content-type"]:
+            value = jsonable(msgpack.unpackb(answer.content)) if "msgpack" in answer.headers["content-type"] else answer.json()
+            conforms(value, reply_schema(method, path, answer))
+
+
+def test_events_are_those_the_schema_lists(short: Any) -> None:
+    for stream in (True, "tokens"):
+        answer = httpx.post(f"{short.url}/v1/rollouts", json={**ROLLOUT, "stream": stream})
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert {e["event"] for e in events} >= {"start", "sample", "error", "done"}
+        for event in events:
+            conforms(event, reply_schema("post", "/v1/rollouts", answer))
