@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 
 def describe(error: BaseException) -> str:
     """The class and words of an exception, as text that every wire can carry."""
@@ -169,3 +172,16 @@ def error_classes(root: type[RollsyncError] = RollsyncError) -> list[type[Rollsy
 def sent_errors() -> list[type[RollsyncError]]:
     """Those that a server answers with; the others are met at start-up or made by the client."""
     return [cls for cls in error_classes() if not issubclass(cls, ConfigError | ServerUnreachable | ProtocolMismatch)]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def show(value: Any) -> str:
+    """What came, of any size and depth, for an error message: at most 80 characters."""
+    try:
+        text = _SHORT.repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits
+        text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."

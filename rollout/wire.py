@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import BadRequest, RollsyncError, error_classes
+from .errors import BadRequest, RollsyncError, error_classes, show
 
 PROTOCOL_VERSION = 1
 MSGPACK = "application/msgpack"
@@ -53,7 +53,7 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
     dtype, shape, data = value["dtype"], value["shape"], value["data"]
     code = _TYPECODES.get(dtype) if isinstance(dtype, str) else None
     if code is None:
-        raise BadRequest(f"{name}.dtype must be one of {', '.join(_TYPECODES)}, got {dtype!r}", field=f"{name}.dtype")
+        raise BadRequest(f"{name}.dtype must be one of {', '.join(_TYPECODES)}, got {show(dtype)}", field=f"{name}.dtype")
     if not isinstance(data, bytes):
         raise BadRequest(f"{name}.data must be raw bytes, got {type(data).__name__}", field=f"{name}.data")
     column = array(code)
@@ -62,7 +62,7 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
     is_table = is_table and shape[0] >= 0 < shape[1] and shape[0] * shape[1] == count
     if not (is_table or shape == [count]) or len(data) % column.itemsize:
         length = len(data) / column.itemsize
-        raise BadRequest(f"{name}.shape must be [{length:g}] for {len(data)} bytes of {dtype}, got {shape!r}", field=f"{name}.shape")
+        raise BadRequest(f"{name}.shape must be [{length:g}] for {len(data)} bytes of {dtype}, got {show(shape)}", field=f"{name}.shape")
     column.frombytes(data)
     if sys.byteorder == "big":
         column.byteswap()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import BadRequest
+from ..errors import BadRequest, show
 from ..fields import did_you_mean
 
 INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
@@ -19,13 +19,23 @@ MAX_TOP_LOGPROBS = 20
 U64 = 1 << 64
 
 
-def show(value: Any) -> str:
-    """What came, for an error message, at most 80 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int of thousands of digits
-        text = f"an int of {value.bit_length()} bits"
-    return text if len(text) <= 80 else text[:77] + "..."
+class Bound(NamedTuple):
+    """The numbers a field takes: ints if `low` is an int. Finite bounds, so NaN and infinities fail."""
+
+    low: float
+    high: float
+    allowed: str
+    above: bool = False
+    """without `low` itself"""
+
+    def check(self, name: str, value: Any) -> Any:
+        """`value`, as a float unless ints are asked for. BadRequest names `name`."""
+        if isinstance(self.low, int):
+            return _integer(name, value, self.low, int(self.high), self.allowed)
+        found = _number(name, value, self.low, self.high, self.allowed)
+        if self.above and found == self.low:
+            raise BadRequest(f"{name} must be {self.allowed}, got {show(value)}", field=name)
+        return found
 
 
 def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
@@ -74,7 +84,7 @@ def _bias(value: Any) -> dict[int, float]:
         if not 0 <= token < 1 << 31 or token in found:
             again = " (twice)" if token in found else ""
             raise BadRequest(f"logit_bias keys must be distinct token ids (ints in [0, 2**31)), got {show(key)}{again}", field="logit_bias")
-        found[token] = _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number in [-100, 100]")
+        found[token] = SAMPLING_BOUNDS["logit_bias"].check(f"logit_bias[{token}]", bias)
     return dict(sorted(found.items()))
 
 
@@ -89,7 +99,25 @@ def is_utf8(text: str) -> bool:
 
 def _text(name: str, value: str) -> None:
     if not is_utf8(value):
-        raise BadRequest(f"{name} must be text that UTF-8 can encode (no lone surrogate), got {value!r}", field=name)
+        raise BadRequest(f"{name} must be text that UTF-8 can encode (no lone surrogate), got {show(value)}", field=name)
+
+
+SAMPLING_BOUNDS = {
+    "n": Bound(1, MAX_SAMPLES, f"an int in [1, {MAX_SAMPLES}]"),
+    "max_tokens": Bound(0, 1 << 31, "an int in [0, 2**31] or null"),
+    "min_tokens": Bound(0, 1 << 31, "an int in [0, 2**31]"),
+    "temperature": Bound(0.0, 1e6, "a finite number in [0, 1e6]"),
+    "top_p": Bound(0.0, 1.0, "a number in (0, 1] (for greedy use temperature 0)", above=True),
+    "top_k": Bound(-1, 1 << 62, "an int >= 0 (0 or -1 keeps all ids)"),
+    "min_p": Bound(0.0, 1.0, "a number in [0, 1]"),
+    "repetition_penalty": Bound(0.01, 100.0, "a number in [0.01, 100]"),
+    "presence_penalty": Bound(-2.0, 2.0, "a number in [-2, 2]"),
+    "frequency_penalty": Bound(-2.0, 2.0, "a number in [-2, 2]"),
+    "logit_bias": Bound(-100.0, 100.0, "a number in [-100, 100]"),
+    "top_logprobs": Bound(0, MAX_TOP_LOGPROBS, f"an int in [0, {MAX_TOP_LOGPROBS}]"),
+    "seed": Bound(0, U64 - 1, "an int in [0, 2**64) or null"),
+}
+"""the numbers of SamplingParams (of logit_bias, its values), for its checks and for the schemas of the server"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,25 +171,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        _integer("n", self.n, 1, MAX_SAMPLES, f"an int in [1, {MAX_SAMPLES}]")
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, 1 << 31, "an int >= 0 or null")
-        _integer("min_tokens", self.min_tokens, 0, 1 << 31, "an int >= 0")
+        for name, bound in SAMPLING_BOUNDS.items():
+            value = getattr(self, name)
+            if name != "logit_bias" and (value is not None or name not in ("max_tokens", "seed")):
+                put(self, name, bound.check(name, value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", field="min_tokens")
-        put(self, "temperature", _number("temperature", self.temperature, 0.0, 1e6, "a finite number in [0, 1e6]"))
         if 0.0 < self.temperature < 1e-8:
             raise BadRequest(f"temperature must be 0 (greedy) or at least 1e-8, got {self.temperature!r}", field="temperature")
-        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]"))
-        if self.top_p == 0.0:
-            raise BadRequest("top_p must be a number in (0, 1], got 0.0 (use temperature 0 for greedy)", field="top_p")
-        put(self, "top_k", max(0, _integer("top_k", self.top_k, -1, 1 << 62, "an int >= 0 (0 or -1 keeps all ids)")))
-        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]"))
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, U64 - 1, "an int in [0, 2**64) or null")
+        put(self, "top_k", max(0, self.top_k))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
-            raise BadRequest(f"stop must be a non-empty string or a list of them, got {self.stop!r}", field="stop")
+            raise BadRequest(f"stop must be a non-empty string or a list of them, got {show(self.stop)}", field="stop")
         for s in stop:
             _text("stop", s)
         put(self, "stop", stop)
@@ -173,15 +194,11 @@ class SamplingParams:
 
     def _check_logit_changes(self) -> None:
         put = object.__setattr__
-        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "a number in [0.01, 100]"))
-        for name in ("presence_penalty", "frequency_penalty"):
-            put(self, name, _number(name, getattr(self, name), -2.0, 2.0, "a number in [-2, 2]"))
         put(self, "logit_bias", _bias({} if self.logit_bias is None else self.logit_bias))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise BadRequest("allowed_token_ids must hold at least one id, or be null for all; got none", field="allowed_token_ids")
-        _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS, f"an int in [0, {MAX_TOP_LOGPROBS}]")
 
     @property
     def penalised(self) -> bool:
@@ -244,13 +261,13 @@ class RolloutRequest:
         put(self, "forced_token_ids", _ids("forced_token_ids", self.forced_token_ids))
         put(self, "include", tuple(self.include))
         if not isinstance(self.request_id, str) or not self.request_id:
-            raise BadRequest(f"request_id must be a non-empty string, got {self.request_id!r}", field="request_id")
+            raise BadRequest(f"request_id must be a non-empty string, got {show(self.request_id)}", field="request_id")
         _text("request_id", self.request_id)
         if not self.prompt_token_ids:
             raise BadRequest("prompt_token_ids must hold at least one id, got none", field="prompt_token_ids")
         for name in self.include:
             if name not in INCLUDES:
-                raise BadRequest(f"include must name only {', '.join(INCLUDES)}; got {name!r}", field="include")
+                raise BadRequest(f"include must name only {', '.join(INCLUDES)}; got {show(name)}", field="include")
         _integer("first_sample", self.first_sample, 0, (1 << 32) - MAX_SAMPLES, "an int in [0, 2**32 - 4096]")
         _integer("priority", self.priority, -(1 << 31), 1 << 31, "an int")
         if self.continue_from and self.params.n != 1:
@@ -269,7 +286,7 @@ class RolloutRequest:
         for name in ("group", "session"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise BadRequest(f"{name} must be a string or null, got {value!r}", field=name)
+                raise BadRequest(f"{name} must be a string or null, got {show(value)}", field=name)
             _text(name, value or "")
 
     def to_wire(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ field by its path. What can only be judged per prompt (too long, an id outside t
 from __future__ import annotations
 
 import json
-import reprlib
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from ..engine.types import INCLUDES, is_utf8
-from ..errors import BadRequest, NotSupported
+from ..errors import BadRequest, NotSupported, show
 from ..wire import is_array, unpack_array
 
 NOT_YET_INCLUDES = ("sampling_mask", "routed_experts")
@@ -43,17 +42,9 @@ def check(schema: Schema) -> Callable[[Callable[[str, Any], Any]], Check]:
     return lambda run: Check(run, schema)
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
-
-
 def fail(path: str, allowed: str, value: Any) -> BadRequest:
     """The refusal of `value`, which may be of any size or depth."""
-    try:
-        shown = _SHORT.repr(value)
-    except (ValueError, RecursionError):  # an int of thousands of digits
-        shown = f"a {type(value).__name__}"
-    return BadRequest(f"{path} must be {allowed}, got {shown if len(shown) <= 80 else shown[:77] + '...'}", field=path)
+    return BadRequest(f"{path} must be {allowed}, got {show(value)}", field=path)
 
 
 def integer(low: int, high: int, allowed: str = "") -> Check:

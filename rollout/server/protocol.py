@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.types import MAX_SAMPLES, U64, SamplingParams
+from ..engine.types import MAX_SAMPLES, SAMPLING_BOUNDS, U64, SamplingParams
 from ..errors import BadRequest
 from .checks import (
     Field,
@@ -209,12 +209,17 @@ def parse_abort(body: Any) -> tuple[str, Any, str]:
     return *chosen[0], reason
 
 
+_STOP = {"anyOf": [string.schema, {"type": "array", "items": string.schema}]}
+
+
 def schemas() -> dict[str, Schema]:
     """Component schemas of the request bodies."""
     one_of = [{"required": [name]} for name in ("token_ids", "text", "messages")]
     return {
         "Rollouts": object_schema(ENVELOPE_FIELDS),
         "Prompt": object_schema(PROMPT_FIELDS, "Exactly one of token_ids, text, messages.", anyOf=one_of),
-        "SamplingParams": of_dataclass(SamplingParams, skip=("n",)),
+        "SamplingParams": of_dataclass(
+            SamplingParams, SAMPLING_BOUNDS, skip=("n",), stop=_STOP, stop_token_ids=token_ids.schema, allowed_token_ids=token_ids.schema
+        ),
         "Abort": object_schema(ABORT_FIELDS, "Exactly one of request_id, group, session, all."),
     }

@@ -6,10 +6,12 @@ replies are tables of `Item`. A schema is named by adding it to the components t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from ..engine.types import Bound
 from ..fields import field_docs
 from ..wire import COLUMNS, MSGPACK, TABLES
 from .checks import Schema, nullable, ref
@@ -62,19 +64,33 @@ def of_hint(hint: Any) -> Schema:
         return nullable(schema) if NoneType in args else schema
     if origin in (list, tuple):
         return array(of_hint(args[0]))
-    if origin is dict:
+    if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": of_hint(args[1])}
-    return {int: INTEGER, float: NUMBER, str: STRING, bool: BOOLEAN}.get(hint, {})
+    return {int: INTEGER, float: NUMBER, str: STRING, bool: BOOLEAN}[hint]
 
 
-def of_dataclass(cls: type, skip: tuple[str, ...] = ()) -> Schema:
-    """A body whose fields are those of a dataclass: types, defaults, and docstrings from its source. null is as if left out."""
+def _bounded(schema: Schema, bound: Bound) -> Schema:
+    """`schema` with the bound on it, or on its values if it is an object of them."""
+    if schema["type"] == "object":
+        return {**schema, "additionalProperties": _bounded(schema["additionalProperties"], bound)}
+    return {**schema, "exclusiveMinimum" if bound.above else "minimum": bound.low, "maximum": bound.high}
+
+
+def of_dataclass(cls: type, bounds: Mapping[str, Bound], skip: tuple[str, ...] = (), **special: Schema) -> Schema:
+    """A body whose fields are those of a dataclass: types, defaults, and docstrings from its source. null is as if left out.
+
+    Args:
+        bounds: of its numbers.
+        skip: fields that are not in the body.
+        special: schemas of fields whose annotation says too little.
+    """
     docs, hints = field_docs(cls), get_type_hints(cls)
     properties: dict[str, Schema] = {}
     for f in fields(cls):
         if f.name in skip:
             continue
-        shown = {**nullable(of_hint(hints[f.name])), "description": docs[f.name]}
+        schema = special.get(f.name) or of_hint(hints[f.name])
+        shown = {**nullable(_bounded(schema, bounds[f.name]) if f.name in bounds else schema), "description": docs[f.name]}
         if f.default is not None and f.default is not MISSING:
             shown["default"] = list(f.default) if isinstance(f.default, tuple) else f.default
         properties[f.name] = shown

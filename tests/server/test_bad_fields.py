@@ -79,14 +79,15 @@ def least(schema: dict[str, Any]) -> Any:
 
 
 def numbers(schema: dict[str, Any], path: Path_ = ()) -> Iterator[tuple[Path_, dict[str, Any]]]:
-    """Path and schema of every number in a body, the items of lists at index 0."""
+    """Path and schema of every number in a body; of lists the item 0, of mappings the value of key "1"."""
     schema = resolve(schema)
     if kind(schema) in ("integer", "number") and "enum" not in schema:
         yield path, schema
     for name, field in schema.get("properties", {}).items():
         yield from numbers(field, (*path, name))
-    if kind(schema) == "array":
-        yield from numbers(schema["items"], (*path, 0))
+    inner = schema.get("items", schema.get("additionalProperties"))
+    if isinstance(inner, dict):
+        yield from numbers(inner, (*path, 1 if kind(schema) == "object" else 0))
 
 
 def put(body: Any, schema: dict[str, Any], path: Path_, value: Any) -> Any:
@@ -94,6 +95,8 @@ def put(body: Any, schema: dict[str, Any], path: Path_, value: Any) -> Any:
     if not path:
         return value
     schema, key = resolve(schema), path[0]
+    if kind(schema) == "object" and isinstance(key, int):
+        return {str(key): put(None, schema["additionalProperties"], path[1:], value)}
     if isinstance(key, int):
         return [put(body[0] if body else least(schema["items"]), schema["items"], path[1:], value)]
     inner = schema["properties"][key]

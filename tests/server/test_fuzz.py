@@ -245,16 +245,28 @@ def test_json_that_is_almost_right(short: Any, unharmed: None) -> None:
             assert (answer.status_code, told.get("error", {}).get("field")) == (status, field), (content[:200], answer.text[:300])
 
 
+AROUND: list[Any] = [
+    *({name: "HERE"} for name in ("n", "prompts", "include", "sampling_params", "stream", "unknown")),
+    *({"prompts": [{"token_ids": [1]}], "sampling_params": {name: "HERE"}} for name in ("temperature", "seed", "stop", "stop_token_ids")),
+    *({"prompts": [{"token_ids": [1]}], "sampling_params": {name: "HERE"}} for name in ("logit_bias", "allowed_token_ids", "ignore_eos")),
+    *({"prompts": [{name: "HERE"}]} for name in ("token_ids", "text", "messages")),
+    {"prompts": [{"token_ids": {"dtype": "HERE", "shape": [1], "data": "x"}}]},
+    {"prompts": [{"token_ids": {"dtype": "<i4", "shape": "HERE", "data": "x"}}]},
+    {"prompts": [{"messages": [{"role": "user", "content": "HERE"}]}], "sampling_params": {"temperature": -1}},
+]
+
+
 @pytest.mark.parametrize("binary", [False, True])
 def test_depths_around_what_python_can_recurse(short: Any, unharmed: None, binary: bool) -> None:
     """Read in one frame, shown in an error message in a deeper one: wherever the limit is met, it is a 400."""
     with httpx.Client(base_url=short.url, timeout=30) as http:
-        for depth in range(900, 1010, 5):
+        for depth in range(900, 1010, 10):
             nested = b"\x91" * depth + b"\xc0" if binary else b"[" * depth + b"]" * depth
-            for name in ("n", "prompts", "include", "sampling_params", "unknown"):
-                content = b"\x81" + msgpack.packb(name) + nested if binary else b'{"%s": %s}' % (name.encode(), nested)
+            for body in AROUND:
+                pack, hole = (msgpack.packb, msgpack.packb("HERE")) if binary else (lambda v: json.dumps(v).encode(), b'"HERE"')
+                content = pack(body).replace(hole, nested)
                 answer = http.post("/v1/rollouts", content=content, headers={"Content-Type": MSGPACK if binary else "application/json"})
-                assert answer.status_code == 400, (depth, name, answer.content)
+                assert answer.status_code == 400, (depth, body, answer.content)
 
 
 def chunks(content: bytes) -> Iterator[bytes]:
