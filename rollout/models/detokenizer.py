@@ -17,13 +17,20 @@ _MAX_PENDING = 8
 class IncrementalDecoder:
     """Turns ids into text as they come. All texts of `push` and `finish` together are `tokenizer.decode` of all ids.
 
-    Byte-level vocabularies decode byte by byte. Others decode a short window of tokens twice and take the difference.
+    Byte-level vocabularies decode byte by byte, and so do the byte tokens of those that fall back to bytes. Other tokens decode in the
+    context of the one before, twice, and the difference is what they add.
+
+    One exception: `tokenizer.decode` shows no character of a run of byte tokens that is not valid as a whole. Here its valid
+    characters show, since they were given out before the rest was known.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
+        self._byte_tokens = {} if tokenizer.is_byte_level else tokenizer.byte_tokens
+        self._run = b""
+        """bytes of an unfinished character, from byte tokens"""
         self._settled: list[int] = []
         self._pending: list[int] = []
 
@@ -33,20 +40,37 @@ class IncrementalDecoder:
             return ""
         if self._utf8 is not None:
             return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if token_id in self._byte_tokens:
+            return self._push_byte(token_id)
+        broken, self._run = "�" * len(self._run), b""
         self._pending.append(token_id)
         text = self._new_text()
-        if text.endswith("�") and len(self._pending) < _MAX_PENDING:
+        if text.endswith("�") and len(self._pending) < _MAX_PENDING and not self._byte_tokens:
             return ""
         self._settled, self._pending = self._pending, []
-        return text
+        return broken + text
 
     def finish(self) -> str:
         """What is left at the end: an unfinished character, as U+FFFD."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
-        text = self._new_text() if self._pending else ""
-        self._settled, self._pending = self._pending or self._settled, []
+        text = self._new_text() if self._pending else "�" * len(self._run)
+        self._settled, self._pending, self._run = self._pending or self._settled, [], b""
         return text
+
+    def _push_byte(self, token_id: int) -> str:
+        """What a byte completes: characters, or U+FFFD for each byte before it that turns out to be part of none."""
+        is_first, self._settled = not self._settled, [token_id]
+        self._run += bytes([self._byte_tokens[token_id]])
+        text = ""
+        while self._run:
+            try:
+                text, self._run = text + self._run.decode(), b""
+            except UnicodeDecodeError as error:
+                if error.reason == "unexpected end of data":
+                    break
+                text, self._run = text + "�", self._run[1:]
+        return self._tokenizer.decode([token_id]) if is_first and text == " " else text
 
     def _new_text(self) -> str:
         """Text of the pending tokens in the context of those before (a first token may lose its leading space)."""

@@ -112,6 +112,14 @@ class Tokenizer:
         """Whether tokens spell bytes (GPT-2's alphabet), so that text is the concatenation of `token_bytes`."""
         return type(self.backend.decoder).__name__ == "ByteLevel"
 
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """The byte that each of the tokens <0x00> to <0xFF> stands for, where the vocabulary falls back to bytes."""
+        if self.is_byte_level or "ByteFallback" not in repr(self.backend.decoder):
+            return {}
+        ids = {self.backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return {token: byte for token, byte in ids.items() if token is not None}
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised. `add_special_tokens` adds BOS where the model has one."""
         # a batch of one: unlike `encode`, it lets other threads run meanwhile
