@@ -32,8 +32,14 @@ EXPECTED = {
     "linear_f32/float32": "a17f77766c38",
     "silu_mul/bfloat16": "452824380737",
     "silu_mul/float32": "895b7ea3ca2e",
+    "gelu_mul/bfloat16": "288c68f61cb3",
+    "gelu_mul/float32": "d35fca1327fa",
+    "softcap/bfloat16": "7e86d2dc36fe",
+    "softcap/float32": "23a4d87cec02",
     "rmsnorm/bfloat16": "39c6f96b4029",
     "rmsnorm/float32": "33b0e5b27ca2",
+    "rmsnorm_one_plus/bfloat16": "07e3d363cbc7",
+    "rmsnorm_one_plus/float32": "1685dce28fef",
     "rope/bfloat16": "d74426f7aa10",
     "rope/float32": "16bc52157e42",
     "rope_norm/bfloat16": "04fbddebcc7f",
@@ -42,6 +48,8 @@ EXPECTED = {
     "attention/float32": "248ecb783dfb",
     "attention_window/bfloat16": "6860e6202ce2",
     "attention_window/float32": "a70a9088b941",
+    "attention_softcap/bfloat16": "a7944ed955d2",
+    "attention_softcap/float32": "d43573b02109",
     "sample/bfloat16": "e27bc76453c4",
     "sample/float32": "b266772062df",
     "sample_changed/bfloat16": "f9cb463363c0",
@@ -100,6 +108,12 @@ class _Native:
     def linear_silu_mul(self, x: Tensor, w: Tensor) -> Tensor:
         return self._ops.linear_silu_mul(x, self._ops.pack_linear(w, gate_up=True))
 
+    def linear_gelu_mul(self, x: Tensor, w: Tensor) -> Tensor:
+        return self._ops.linear_gelu_mul(x, self._ops.pack_linear(w, gate_up=True))
+
+    def linear_softcap(self, x: Tensor, w: Tensor, cap: float) -> Tensor:
+        return self._ops.linear_softcap(x, self._ops.pack_linear(w), cap)
+
     def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, block_tokens: int, *options: Any) -> Tensor:
         return self._ops.attention(q, k, v, num_keys, q.shape[2] ** -0.5, *options, block_tokens=block_tokens)
 
@@ -119,6 +133,13 @@ class _Reference:
     def linear_silu_mul(self, x: Tensor, w: Tensor) -> Tensor:
         gate, up = ref.linear(x, w).chunk(2, dim=1)
         return ref.silu_mul(gate, up)
+
+    def linear_gelu_mul(self, x: Tensor, w: Tensor) -> Tensor:
+        gate, up = ref.linear(x, w).chunk(2, dim=1)
+        return ref.gelu_mul(gate, up)
+
+    def linear_softcap(self, x: Tensor, w: Tensor, cap: float) -> Tensor:
+        return ref.softcap(ref.linear(x, w), cap)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor, block_tokens: int, *options: Any) -> Tensor:
         return ref.attention(q, k, v, num_keys, q.shape[2] ** -0.5, *options)
@@ -153,10 +174,24 @@ def _silu(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
     yield ops.linear_silu_mul((numbers.values(2, 3) * 8).to(dtype), (numbers.values(64, 3) * 8).to(dtype))
 
 
-def _rmsnorm(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+def _gelu(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(10)
+    yield ops.linear_gelu_mul(numbers.values(5, 3).to(dtype), numbers.values(96, 3).to(dtype))
+
+
+def _softcap(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    numbers = _Numbers(11)
+    yield ops.linear_softcap(numbers.values(5, 3, binades=6).to(dtype), numbers.values(96, 3).to(dtype), 1.7)
+
+
+def _rmsnorm(ops: _Ops, dtype: torch.dtype, *options: Any) -> Iterator[Tensor]:
     numbers = _Numbers(4)
     for width in (100, 192):
-        yield ops.rmsnorm(numbers.values(3, width, binades=12).to(dtype), numbers.values(width).to(dtype), 1e-5)
+        yield ops.rmsnorm(numbers.values(3, width, binades=12).to(dtype), numbers.values(width).to(dtype), 1e-5, *options)
+
+
+def _rmsnorm_one_plus(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    yield from _rmsnorm(ops, dtype, True)
 
 
 def _rope(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -183,6 +218,10 @@ def _attention(ops: _Ops, dtype: torch.dtype, *options: Any) -> Iterator[Tensor]
 
 def _attention_window(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
     yield from _attention(ops, dtype, 37)
+
+
+def _attention_softcap(ops: _Ops, dtype: torch.dtype) -> Iterator[Tensor]:
+    yield from _attention(ops, dtype, None, 0.3)
 
 
 def _sample(ops: _Ops, dtype: torch.dtype, **changes: Any) -> Iterator[SampleResult]:
@@ -217,8 +256,9 @@ def _sample_changed(ops: _Ops, dtype: torch.dtype) -> Iterator[SampleResult]:
 
 
 _PROBES: dict[str, Any] = {
-    "linear": _linear, "linear_shards": _linear_shards, "linear_f32": _linear_f32, "silu_mul": _silu, "rmsnorm": _rmsnorm,
-    "rope": _rope, "rope_norm": _rope_norm, "attention": _attention, "attention_window": _attention_window, "sample": _sample,
+    "linear": _linear, "linear_shards": _linear_shards, "linear_f32": _linear_f32, "silu_mul": _silu, "gelu_mul": _gelu,
+    "softcap": _softcap, "rmsnorm": _rmsnorm, "rmsnorm_one_plus": _rmsnorm_one_plus, "rope": _rope, "rope_norm": _rope_norm,
+    "attention": _attention, "attention_window": _attention_window, "attention_softcap": _attention_softcap, "sample": _sample,
     "sample_changed": _sample_changed,
 }  # fmt: skip
 

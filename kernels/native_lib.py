@@ -18,7 +18,7 @@ _NEEDS = {
 }
 
 OP_EMBED, OP_RMSNORM, OP_LINEAR, OP_ROPE_STORE, OP_ATTENTION, OP_COPY_BLOCKS, OP_LOGITS, OP_PANELS, OP_SAMPLE = range(1, 10)
-EP_STORE, EP_RESIDUAL, EP_SILU_MUL = range(3)
+EP_STORE, EP_RESIDUAL, EP_SILU_MUL, EP_GELU_MUL = range(4)
 
 
 class Op(ctypes.Structure):
@@ -29,8 +29,8 @@ class Op(ctypes.Structure):
         *((n, c_void_p) for n in ("in_", "out", "cos", "sin")),
         *((n, c_int64) for n in ("ld_in", "ld_out")),
         *((n, c_int32) for n in ("layer", "rows_mode")),
-        *((n, c_float) for n in ("eps", "scale")),
-        *((n, c_int32) for n in ("heads", "kv_heads", "head_dim", "packed")),
+        *((n, c_float) for n in ("eps", "scale", "softcap")),
+        *((n, c_int32) for n in ("one_plus", "heads", "kv_heads", "head_dim", "packed")),
     )
 
 

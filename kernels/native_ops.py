@@ -151,7 +151,7 @@ class NativeOps:
         self.library.unpack(DTYPES[out.dtype], packed.data.data_ptr(), out.data_ptr(), k, n, k, packed.gate_up, 0, n, 0, k)
         return out
 
-    def _linear(self, x_TK: Tensor, packed: PackedLinear, epilogue: int, out: Tensor) -> None:
+    def _linear(self, x_TK: Tensor, packed: PackedLinear, epilogue: int, out: Tensor, softcap: float = 0.0) -> None:
         x_TK, panels = x_TK.contiguous(), _Panels(x_TK.shape[0], packed.k, x_TK.dtype)
         address = panels.tensor.data_ptr()
         table = (ctypes.c_void_p * 2)(packed.data.data_ptr(), None if packed.bias is None else packed.bias.data_ptr())
@@ -160,7 +160,7 @@ class NativeOps:
             self._op(nl.OP_PANELS, x_TK.dtype, k=packed.k, in_=x_TK.data_ptr(), ld_in=packed.k, out=address),
             self._op(
                 nl.OP_LINEAR, x_TK.dtype, bias=-1 if packed.bias is None else 1, n=packed.n, k=packed.k, shards=packed.shards,
-                epilogue=epilogue, in_=address, out=out.data_ptr(), ld_out=packed.n, out_dtype=DTYPES[out.dtype],
+                epilogue=epilogue, in_=address, out=out.data_ptr(), ld_out=packed.n, out_dtype=DTYPES[out.dtype], softcap=softcap,
             ),
         )  # fmt: skip
 
@@ -187,11 +187,25 @@ class NativeOps:
         self._linear(x_TK, packed, nl.EP_STORE, out)
         return out
 
+    def linear_softcap(self, x_TK: Tensor, packed: PackedLinear, cap: float) -> Tensor:
+        """`reference.softcap` of `linear`: [T, N]. Errors as for `linear`."""
+        self._check_input("linear_softcap", x_TK, packed, False)
+        out = torch.empty(x_TK.shape[0], packed.n, dtype=x_TK.dtype)
+        self._linear(x_TK, packed, nl.EP_STORE, out, cap)
+        return out
+
     def linear_silu_mul(self, x_TK: Tensor, packed: PackedLinear) -> Tensor:
         """`silu(x Wgate^T) * (x Wup^T)`, N counting both: [T, N / 2]. Errors as for `linear`."""
-        self._check_input("linear_silu_mul", x_TK, packed, True)
+        return self._gated("linear_silu_mul", x_TK, packed, nl.EP_SILU_MUL)
+
+    def linear_gelu_mul(self, x_TK: Tensor, packed: PackedLinear) -> Tensor:
+        """`linear_silu_mul` with GELU in its tanh form in the place of SiLU."""
+        return self._gated("linear_gelu_mul", x_TK, packed, nl.EP_GELU_MUL)
+
+    def _gated(self, name: str, x_TK: Tensor, packed: PackedLinear, epilogue: int) -> Tensor:
+        self._check_input(name, x_TK, packed, True)
         out = _Panels(x_TK.shape[0], packed.n // 2, x_TK.dtype)
-        self._linear(x_TK, packed, nl.EP_SILU_MUL, out.tensor)
+        self._linear(x_TK, packed, epilogue, out.tensor)
         return out.rows()
 
     @staticmethod
@@ -200,7 +214,7 @@ class NativeOps:
         fits = x_TK.ndim == 2 and x_TK.shape[1] == packed.k and x_TK.dtype == packed.data.dtype
         _check(name, fits, f"{x_TK.dtype} {[*x_TK.shape]} does not meet a {packed.data.dtype} weight {[packed.n, packed.k]}")
 
-    def rmsnorm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def rmsnorm(self, x_TD: Tensor, weight_D: Tensor, eps: float, one_plus: bool = False) -> Tensor:
         """As `reference.rmsnorm`: [T, D].
 
         Raises:
@@ -212,15 +226,25 @@ class NativeOps:
         (num_rows, width) = x_TD.shape
         out = _Panels(num_rows, width, x_TD.dtype)
         table = (ctypes.c_void_p * 1)(weight_D.data_ptr())
-        op = self._op(nl.OP_RMSNORM, x_TD.dtype, k=width, eps=eps, in_=x_TD.data_ptr(), ld_in=width, out=out.tensor.data_ptr())
+        op = self._op(
+            nl.OP_RMSNORM, x_TD.dtype, k=width, eps=eps, one_plus=one_plus, in_=x_TD.data_ptr(), ld_in=width, out=out.tensor.data_ptr()
+        )
         self._run(nl.Step(num_tokens=num_rows, weights=ctypes.addressof(table)), op)
         return out.rows()
 
-    def rope(self, x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor, norm_H: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    def rope(
+        self,
+        x_TNH: Tensor,
+        cos_TH2: Tensor,
+        sin_TH2: Tensor,
+        norm_H: Tensor | None = None,
+        eps: float = 0.0,
+        one_plus: bool = False,
+    ) -> Tensor:
         """As `reference.rope`; the tables' row t is that of token t: [T, N, H].
 
         Args:
-            norm_H: [H]; every head is first normed by this weight and `eps`, as `reference.rmsnorm` does.
+            norm_H: [H]; every head first goes through `rmsnorm` with this weight, `eps` and `one_plus`.
 
         Raises:
             ValueError: the shape or dtype of the tables or of `norm_H` does not fit.
@@ -241,7 +265,7 @@ class NativeOps:
         )
         op = self._op(
             nl.OP_ROPE_STORE, out.dtype, in_=out.data_ptr(), ld_in=heads * head_size, heads=heads, head_dim=head_size,
-            cos=cos_TH2.data_ptr(), sin=sin_TH2.data_ptr(), w=-1 if norm_H is None else 0, eps=eps,
+            cos=cos_TH2.data_ptr(), sin=sin_TH2.data_ptr(), w=-1 if norm_H is None else 0, eps=eps, one_plus=one_plus,
         )  # fmt: skip
         self._run(step, op)
         return out
@@ -254,6 +278,7 @@ class NativeOps:
         num_keys_T: Tensor,
         scale: float,
         window: int | None = None,
+        cap: float = 0.0,
         *,
         first_key_T: Tensor | None = None,
         sequence_T: Tensor | None = None,
@@ -272,6 +297,7 @@ class NativeOps:
             q_TNH: [T, N, H]; keys rotated already, as q.
             k_LKH, v_LKH: [L, K, H], dtype of `q_TNH`; N is a multiple of K.
             window: keys, >= 1.
+            cap: scaled scores go through `reference.softcap` with it, if it is not 0.
             num_keys_T, first_key_T, sequence_T: [T] integers; by default from key 0 on, of sequence 0.
             lengths: own keys of each sequence, in order; by default one sequence has them all.
             shared_tokens: a multiple of `block_tokens`.
@@ -309,9 +335,10 @@ class NativeOps:
         layout = KvLayout(
             num_blocks=pages.num_blocks, block_tokens=block_tokens, num_layers=1, kv_heads=kv_heads, head_dim=head_size, dtype=q_TNH.dtype
         )
-        return self._attend(q_TNH.contiguous(), torch.cat([k_LKH, v_LKH], dim=1), arrays, layout, scale, window or 0)
+        fields = {"scale": scale, "window": window or 0, "softcap": cap}
+        return self._attend(q_TNH.contiguous(), torch.cat([k_LKH, v_LKH], dim=1), arrays, layout, fields)
 
-    def _attend(self, q_TNH: Tensor, kv_L2KH: Tensor, arrays: StepArrays, layout: KvLayout, scale: float, window: int) -> Tensor:
+    def _attend(self, q_TNH: Tensor, kv_L2KH: Tensor, arrays: StepArrays, layout: KvLayout, fields: dict[str, Any]) -> Tensor:
         num_tokens, heads, head_size = q_TNH.shape
         memory, out = self._page_memory(layout), _Panels(num_tokens, heads * head_size, q_TNH.dtype)
         step = nl.Step(
@@ -325,7 +352,7 @@ class NativeOps:
             self._op(nl.OP_ROPE_STORE, q_TNH.dtype, w=-1, in_=kv_L2KH.data_ptr(), ld_in=kv_L2KH[0].numel(), heads=0, **sizes),
             self._op(
                 nl.OP_ATTENTION, q_TNH.dtype, in_=q_TNH.data_ptr(), ld_in=heads * head_size, out=out.tensor.data_ptr(),
-                heads=heads, scale=scale, window=window, **sizes,
+                heads=heads, **fields, **sizes,
             ),
         )  # fmt: skip
         return out.rows()

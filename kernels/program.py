@@ -7,6 +7,7 @@ of the native library, `ReferenceProgram` into a call of reference.py. Both read
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,42 +20,56 @@ from .spec import effective_shards
 from .step import StepArrays
 from .weights import DTYPES, NativeWeights
 
+ACTIVATIONS = {"silu": nl.EP_SILU_MUL, "gelu_tanh": nl.EP_GELU_MUL}
+"""of a gated MLP, and the native epilogues that compute them"""
+
 RopeTables = tuple[Tensor, Tensor]
 """cos and sin, each [P, H/2] in the model's dtype"""
 
 
+class Norm(NamedTuple):
+    """A model's kind of RMSNorm: epsilon, and whether it multiplies by 1 + weight in float32 (Gemma)."""
+
+    eps: float
+    one_plus: bool
+
+
 class HeadNorm(NamedTuple):
-    """RMSNorm of every query and key head before the rotation: names of the two weights [H], and epsilon."""
+    """RMSNorm of every query and key head before the rotation: names of the two weights [H], and the kind."""
 
     q: str
     k: str
-    eps: float
+    norm: Norm
 
 
 class Program(Protocol):
     """Records a forward pass. Handles name activations; weights are named as in the weight table."""
 
-    def embed(self, weight: str) -> Any:
-        """The residual stream: one row of `weight` per fed token."""
+    def embed(self, weight: str, scale: float = 1.0) -> Any:
+        """The residual stream: one row of `weight` per fed token, times `scale` as rounded to the model's dtype."""
 
-    def rmsnorm(self, x: Any, weight: str, eps: float, *, logits_rows: bool = False) -> Any:
+    def rmsnorm(self, x: Any, weight: str, norm: Norm, *, logits_rows: bool = False) -> Any:
         """Normed rows of every token, or of the tokens that logits rows read."""
 
-    def linear(self, x: Any, weight: str, bias: str | None = None) -> Any: ...
+    def add_rmsnorm(self, residual: Any, x: Any, weight: str, norm: Norm) -> None:
+        """residual += rmsnorm(x)."""
+
+    def linear(self, x: Any, weight: str, bias: str | None = None, *, row_parallel: bool = False) -> Any:
+        """`row_parallel`: the sum is taken in `k_shards` parts."""
 
     def add_linear(self, residual: Any, x: Any, weight: str) -> None:
-        """residual += linear(x), a row-parallel layer: its sum is taken in `k_shards` parts."""
+        """residual += linear(x), a row-parallel layer."""
 
-    def linear_silu_mul(self, x: Any, weight: str) -> Any:
-        """silu(gate) * up of a fused gate_up weight."""
+    def linear_gated(self, x: Any, weight: str, activation: str) -> Any:
+        """activation(gate) * up of a fused gate_up weight; one of ACTIVATIONS."""
 
-    def rope_store(self, qkv: Any, layer: int, *, norm: HeadNorm | None = None) -> None:
-        """Norm (if asked for) and rotate q and k in place; store k and v in the layer's pages."""
+    def rope_store(self, qkv: Any, layer: int, *, table: int = 0, norm: HeadNorm | None = None) -> None:
+        """Norm (if asked for) and rotate q and k in place, by the rotary table of that index; store k and v in the layer's pages."""
 
-    def attention(self, qkv: Any, layer: int, scale: float, *, window: int = 0) -> Any:
-        """Each token over the keys up to its own, or the last `window` of them if that is not 0."""
+    def attention(self, qkv: Any, layer: int, scale: float, *, window: int = 0, softcap: float = 0.0) -> Any:
+        """Each token over the keys up to its own, or the last `window` of them if that is not 0; `softcap` of the scores likewise."""
 
-    def logits_and_sample(self, x: Any, weight: str, *, float32: bool = False) -> None:
+    def logits_and_sample(self, x: Any, weight: str, *, softcap: float = 0.0, float32: bool = False) -> None:
         """Logits of every row of `x`, one token drawn and scored per row. With `float32` logits are not rounded to the model's dtype."""
 
     def run(self) -> None:
@@ -86,7 +101,7 @@ class NativeProgram:
         arrays: the step's columns; their addresses are bound here.
         kv: pages of every layer.
         heads: query heads; `head_dim` and KV heads are those of `kv`.
-        rope: rotary tables.
+        ropes: rotary tables, which `rope_store` chooses from.
         vocab_limit: ids that can be sampled.
         k_shards: partial sums of row-parallel layers.
     """
@@ -101,7 +116,7 @@ class NativeProgram:
         kv: NativeKv,
         *,
         heads: int,
-        rope: RopeTables,
+        ropes: Sequence[RopeTables],
         vocab_limit: int,
         k_shards: int,
         threads: int,
@@ -109,7 +124,7 @@ class NativeProgram:
         self._library, self._weights, self._arrays, self._kv = library, weights, arrays, kv
         self._heads, self._k_shards, self._threads = heads, k_shards, threads
         self._dtype = kv.layout.dtype
-        self._rope = rope
+        self._ropes = ropes
         self._ops: list[nl.Op] = []
         self._buffers: dict[tuple[str, int], _Buffer] = {}
         self._compiled: Any = None
@@ -146,72 +161,63 @@ class NativeProgram:
         spec = self._weights.specs[weight]
         return spec.n, spec.k
 
-    def embed(self, weight: str) -> _Buffer:
+    def embed(self, weight: str, scale: float = 1.0) -> _Buffer:
         n, k = self._shape(weight)
         out = self._buffer("residual", k, panels=False)
         packed = self._weights.specs[weight].layout == "linear"
-        self._op(nl.OP_EMBED, w=self._weights.index[weight], n=n, k=k, packed=packed, out=out.address, ld_out=out.ld)
+        scale = torch.tensor(scale, dtype=self._dtype).item()
+        self._op(nl.OP_EMBED, w=self._weights.index[weight], n=n, k=k, packed=packed, scale=scale, out=out.address, ld_out=out.ld)
         return out
 
-    def rmsnorm(self, x: _Buffer, weight: str, eps: float, *, logits_rows: bool = False) -> _Buffer:
+    def rmsnorm(self, x: _Buffer, weight: str, norm: Norm, *, logits_rows: bool = False) -> _Buffer:
         rows = self._arrays.limits.rows if logits_rows else None
         out = self._buffer("logits_norm" if logits_rows else "norm", x.width, panels=True, rows=rows)
-        self._op(
-            nl.OP_RMSNORM,
-            w=self._weights.index[weight],
-            k=x.width,
-            eps=eps,
-            in_=x.address,
-            ld_in=x.ld,
-            out=out.address,
-            rows_mode=int(logits_rows),
-        )
+        self._rmsnorm(x, weight, norm, out=out.address, rows_mode=int(logits_rows))
         return out
 
-    def linear(self, x: _Buffer, weight: str, bias: str | None = None) -> _Buffer:
+    def add_rmsnorm(self, residual: _Buffer, x: _Buffer, weight: str, norm: Norm) -> None:
+        self._rmsnorm(x, weight, norm, out=residual.address, ld_out=residual.ld, epilogue=nl.EP_RESIDUAL)
+
+    def _rmsnorm(self, x: _Buffer, weight: str, norm: Norm, **fields: Any) -> None:
+        w = self._weights.index[weight]
+        self._op(nl.OP_RMSNORM, w=w, k=x.width, eps=norm.eps, one_plus=norm.one_plus, in_=x.address, ld_in=x.ld, **fields)
+
+    def linear(self, x: _Buffer, weight: str, bias: str | None = None, *, row_parallel: bool = False) -> _Buffer:
         n, k = self._shape(weight)
-        out = self._buffer("linear", n, panels=False)
-        b = -1 if bias is None else self._weights.index[bias]
-        self._op(nl.OP_LINEAR, w=self._weights.index[weight], bias=b, n=n, k=k, in_=x.address, out=out.address, ld_out=out.ld)
+        out, shards = self._buffer("linear", n, panels=False), effective_shards(k, self._k_shards) if row_parallel else 1
+        self._linear(x, weight, bias=-1 if bias is None else self._weights.index[bias], shards=shards, out=out.address, ld_out=out.ld)
         return out
 
     def add_linear(self, residual: _Buffer, x: _Buffer, weight: str) -> None:
-        n, k = self._shape(weight)
-        self._op(
-            nl.OP_LINEAR,
-            w=self._weights.index[weight],
-            n=n,
-            k=k,
-            shards=effective_shards(k, self._k_shards),
-            epilogue=nl.EP_RESIDUAL,
-            in_=x.address,
-            out=residual.address,
-            ld_out=residual.ld,
-        )
+        shards = effective_shards(self._shape(weight)[1], self._k_shards)
+        self._linear(x, weight, shards=shards, epilogue=nl.EP_RESIDUAL, out=residual.address, ld_out=residual.ld)
 
-    def linear_silu_mul(self, x: _Buffer, weight: str) -> _Buffer:
-        n, k = self._shape(weight)
-        out = self._buffer("mlp", n // 2, panels=True)
-        self._op(nl.OP_LINEAR, w=self._weights.index[weight], n=n, k=k, epilogue=nl.EP_SILU_MUL, in_=x.address, out=out.address)
+    def linear_gated(self, x: _Buffer, weight: str, activation: str) -> _Buffer:
+        out = self._buffer("mlp", self._shape(weight)[0] // 2, panels=True)
+        self._linear(x, weight, epilogue=ACTIVATIONS[activation], out=out.address)
         return out
 
-    def rope_store(self, qkv: _Buffer, layer: int, *, norm: HeadNorm | None = None) -> None:
+    def _linear(self, x: _Buffer, weight: str, **fields: Any) -> None:
+        n, k = self._shape(weight)
+        self._op(nl.OP_LINEAR, w=self._weights.index[weight], n=n, k=k, in_=x.address, **fields)
+
+    def rope_store(self, qkv: _Buffer, layer: int, *, table: int = 0, norm: HeadNorm | None = None) -> None:
         index, fields = self._weights.index, self._head_fields()
         if norm is not None:
-            fields |= {"w": index[norm.q], "w2": index[norm.k], "eps": norm.eps}
-        cos, sin = (table.data_ptr() for table in self._rope)
+            fields |= {"w": index[norm.q], "w2": index[norm.k], "eps": norm.norm.eps, "one_plus": norm.norm.one_plus}
+        cos, sin = (column.data_ptr() for column in self._ropes[table])
         self._op(nl.OP_ROPE_STORE, in_=qkv.address, ld_in=qkv.ld, cos=cos, sin=sin, layer=layer, **fields)
 
-    def attention(self, qkv: _Buffer, layer: int, scale: float, *, window: int = 0) -> _Buffer:
+    def attention(self, qkv: _Buffer, layer: int, scale: float, *, window: int = 0, softcap: float = 0.0) -> _Buffer:
         out = self._buffer("attention", self._heads * self._kv.layout.head_dim, panels=True)
-        fields = {"layer": layer, "scale": scale, "window": window, **self._head_fields()}
+        fields = {"layer": layer, "scale": scale, "window": window, "softcap": softcap, **self._head_fields()}
         self._op(nl.OP_ATTENTION, in_=qkv.address, ld_in=qkv.ld, out=out.address, **fields)
         return out
 
     def _head_fields(self) -> dict[str, Any]:
         return {"heads": self._heads, "kv_heads": self._kv.layout.kv_heads, "head_dim": self._kv.layout.head_dim}
 
-    def logits_and_sample(self, x: _Buffer, weight: str, *, float32: bool = False) -> None:
+    def logits_and_sample(self, x: _Buffer, weight: str, *, softcap: float = 0.0, float32: bool = False) -> None:
         n, k = self._shape(weight)
         dtype = torch.float32 if float32 else self._dtype
         # An odd number of cache lines per row: columns of a power-of-two stride would all fall into the same few cache sets.
@@ -220,7 +226,7 @@ class NativeProgram:
         piece = min(max(self.LOGITS_BYTES // (ld * dtype.itemsize) // 32 * 32, 32), -(-self._arrays.limits.rows // 32) * 32)
         out = self._buffer("logits", max(ld, -(-n // 32) * 32), panels=False, rows=piece, dtype=dtype)
         self.step.logits, self.step.ld_logits, self.step.piece_rows = out.address, out.ld, piece
-        fields = {"out": out.address, "ld_out": out.ld, "out_dtype": DTYPES[dtype]}
+        fields = {"out": out.address, "ld_out": out.ld, "out_dtype": DTYPES[dtype], "softcap": softcap}
         self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, rows_mode=1, **fields)
 
     def close(self) -> None:

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import spec
-from .reference_math import LOW_BITS, MIDPOINT, exp32, f32, fma32, hsum16, ln64, round_to
+from .reference_math import LOW_BITS, MIDPOINT, exp32, f32, fma32, hsum16, ln64, round_to, tanh32
 from .reference_sampler import SampleResult, SamplerRows, sample
 
 __all__ = [
-    "SampleResult", "SamplerRows", "attention", "exp32", "fma32", "hsum16", "linear", "linear_f32", "linear_residual", "ln64",
-    "rmsnorm", "rope", "round_to", "sample", "silu_mul",
+    "SampleResult", "SamplerRows", "attention", "exp32", "fma32", "gelu_mul", "hsum16", "linear", "linear_f32", "linear_residual", "ln64",
+    "rmsnorm", "rope", "round_to", "sample", "silu_mul", "softcap", "tanh32",
 ]  # fmt: skip
 
 _CHUNK = 1 << 18
@@ -135,8 +135,10 @@ def linear_residual(x_TK: Tensor, w_NK: Tensor, residual_TN: Tensor, shards: int
 # Row ops
 
 
-def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float, one_plus: bool = False) -> Tensor:
     """Scale each row of `x_TD` to unit RMS, then by `weight_D` (Zhang and Sennrich 2019, eq. 4).
+
+    With `one_plus` (Gemma) the factor is 1 + weight, and all is float32 up to one rounding at the end.
 
     Args:
         x_TD: [T, D] bfloat16 or float32.
@@ -158,7 +160,10 @@ def rmsnorm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     v = hsum16((a[:, 0] + a[:, 1]) + (a[:, 2] + a[:, 3]))
     mean = v / torch.full_like(v, width) + f32(eps)
     r = torch.ones_like(v) / mean.double().sqrt().float()  # torch.sqrt of float32 may be MKL's, which is an ulp off now and then
-    return round_to(round_to(x * r.unsqueeze(-1), x_TD.dtype).float() * weight_D.float(), x_TD.dtype)
+    scaled = x * r.unsqueeze(-1)
+    if one_plus:
+        return round_to(scaled * (1 + weight_D.float()), x_TD.dtype)
+    return round_to(round_to(scaled, x_TD.dtype).float() * weight_D.float(), x_TD.dtype)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -168,13 +173,29 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return round_to(s.float() * up.float(), gate.dtype)
 
 
-def rope(x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor, norm_H: Tensor | None = None, eps: float = 0.0) -> Tensor:
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up` with GELU in its tanh form, each rounded to the dtype of `gate`; same shape and dtype."""
+    g = gate.float()
+    exponent = fma32(g * g * g, f32(spec.GELU_CUBE), g) * f32(spec.GELU_EXPONENT)
+    s = round_to(g / (1 + exp32(exponent)), gate.dtype)
+    return round_to(s.float() * up.float(), gate.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`, each step rounded to the dtype of `x`; same shape and dtype."""
+    t = round_to(tanh32(round_to(x.float() / f32(cap), x.dtype).float()), x.dtype)
+    return round_to(t.float() * f32(cap), x.dtype)
+
+
+def rope(
+    x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor, norm_H: Tensor | None = None, eps: float = 0.0, one_plus: bool = False
+) -> Tensor:
     """Rotate the halves of each head by its token's angles (Su et al. 2021, in the rotate-half layout of transformers).
 
     Args:
         x_TNH: [T, N, H] bfloat16 or float32.
         cos_TH2, sin_TH2: [T, H/2], the tables' rows at the tokens' positions, dtype of `x_TNH`.
-        norm_H: [H], dtype of `x_TNH`; every head first goes through `rmsnorm` with this weight and `eps`.
+        norm_H: [H], dtype of `x_TNH`; every head first goes through `rmsnorm` with this weight, `eps` and `one_plus`.
 
     Returns:
         [T, N, H], dtype of `x_TNH`.
@@ -183,7 +204,7 @@ def rope(x_TNH: Tensor, cos_TH2: Tensor, sin_TH2: Tensor, norm_H: Tensor | None 
         ValueError: the shape of the tables or of `norm_H` does not fit.
     """
     if norm_H is not None:
-        x_TNH = rmsnorm(x_TNH.flatten(0, 1), norm_H, eps).view_as(x_TNH)
+        x_TNH = rmsnorm(x_TNH.flatten(0, 1), norm_H, eps, one_plus).view_as(x_TNH)
     want = (x_TNH.shape[0], x_TNH.shape[2] // 2)
     _check("rope", cos_TH2.shape == sin_TH2.shape == want, f"tables must be {[*want]}, got {[*cos_TH2.shape]}, {[*sin_TH2.shape]}")
     a, b = x_TNH.float().chunk(2, dim=-1)
@@ -206,7 +227,7 @@ def _softmax(z_ML: Tensor, seen_ML: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attention(
-    q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, num_keys_T: Tensor, scale: float, window: int | None = None
+    q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, num_keys_T: Tensor, scale: float, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
     """Attention of one sequence's tokens over its own keys; N / K query heads share each KV head (GQA).
 
@@ -218,6 +239,7 @@ def attention(
         num_keys_T: [T] integers in [1, L].
         scale: multiplies the scores; used as a float32.
         window: keys, >= 1.
+        cap: scaled scores go through `softcap` with it, if it is not 0.
 
     Returns:
         [T, N * H], dtype of `q_TNH`.
@@ -233,7 +255,7 @@ def attention(
     _check("attention", window is None or window > 0, f"window must be at least 1 key, got {window}")
     if num_tokens > 1 and not v_LKH.isfinite().all():  # 0 * inf is NaN: a key one token does not see must not reach it
         ones = (slice(t, t + 1) for t in range(num_tokens))
-        return torch.cat([attention(q_TNH[t], k_LKH, v_LKH, num_keys_T[t], scale, window) for t in ones])
+        return torch.cat([attention(q_TNH[t], k_LKH, v_LKH, num_keys_T[t], scale, window, cap) for t in ones])
     keys_L, limit_T = torch.arange(length), num_keys_T.unsqueeze(1)
     seen_TL = (keys_L < limit_T) & (keys_L >= limit_T - (window or length))
     v_LKH = torch.where(seen_TL.any(dim=0)[:, None, None], v_LKH, 0)
@@ -242,6 +264,7 @@ def attention(
     out = torch.empty(num_tokens, kv_heads, groups, head_size, dtype=q_TNH.dtype)
     for head in range(kv_heads):
         q_MH = q_TNH[:, head * groups : (head + 1) * groups].reshape(-1, head_size)
-        p_ML = _softmax(linear_f32(q_MH, k_LKH[:, head]) * f32(scale), seen_ML, q_TNH.dtype)
+        z_ML = linear_f32(q_MH, k_LKH[:, head]) * f32(scale)
+        p_ML = _softmax(softcap(z_ML, cap) if cap else z_ML, seen_ML, q_TNH.dtype)
         out[:, head] = linear(p_ML, v_LKH[:, head].T).view(num_tokens, groups, head_size)
     return out.view(num_tokens, num_heads * head_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from . import reference as ref
 from .kv import ReferenceKv
-from .program import HeadNorm, RopeTables
+from .program import HeadNorm, Norm, RopeTables
 from .reference_sampler import SamplerRows
 from .step import StepArrays
 from .weights import ReferenceWeights
+
+_GATES = {"silu": ref.silu_mul, "gelu_tanh": ref.gelu_mul}
 
 
 class _Value:
@@ -32,12 +34,12 @@ class ReferenceProgram:
         kv: ReferenceKv,
         *,
         heads: int,
-        rope: RopeTables,
+        ropes: Sequence[RopeTables],
         vocab_limit: int,
         k_shards: int,
     ) -> None:
         self._w, self._a, self._kv = weights.tensors, arrays, kv
-        self._heads, self._rope, self._vocab_limit, self._k_shards = heads, rope, vocab_limit, k_shards
+        self._heads, self._ropes, self._vocab_limit, self._k_shards = heads, ropes, vocab_limit, k_shards
         self._calls: list[Callable[[], None]] = [self._copy_blocks]
 
     def _record(self, fn: Callable[[], Tensor]) -> _Value:
@@ -60,18 +62,28 @@ class ReferenceProgram:
             self._kv.k[destination] = self._kv.k[source]
             self._kv.v[destination] = self._kv.v[source]
 
-    def embed(self, weight: str) -> _Value:
-        return self._record(lambda: self._w[weight][self._tokens("ids")])
+    def embed(self, weight: str, scale: float = 1.0) -> _Value:
+        dtype = self._kv.layout.dtype
+        factor = torch.tensor(scale, dtype=dtype).float()
+        return self._record(lambda: ref.round_to(self._w[weight][self._tokens("ids")].float() * factor, dtype))
 
-    def rmsnorm(self, x: _Value, weight: str, eps: float, *, logits_rows: bool = False) -> _Value:
-        def norm() -> Tensor:
+    def rmsnorm(self, x: _Value, weight: str, norm: Norm, *, logits_rows: bool = False) -> _Value:
+        def normed() -> Tensor:
             rows = x.tensor[self._column("hidden_row", self._a.num_rows)] if logits_rows else x.tensor
-            return ref.rmsnorm(rows, self._w[weight], eps)
+            return ref.rmsnorm(rows, self._w[weight], norm.eps, norm.one_plus)
 
-        return self._record(norm)
+        return self._record(normed)
 
-    def linear(self, x: _Value, weight: str, bias: str | None = None) -> _Value:
-        return self._record(lambda: ref.linear(x.tensor, self._w[weight], None if bias is None else self._w[bias]))
+    def add_rmsnorm(self, residual: _Value, x: _Value, weight: str, norm: Norm) -> None:
+        def add() -> None:
+            branch = ref.rmsnorm(x.tensor, self._w[weight], norm.eps, norm.one_plus)
+            residual.tensor = ref.round_to(residual.tensor.float() + branch.float(), branch.dtype)
+
+        self._calls.append(add)
+
+    def linear(self, x: _Value, weight: str, bias: str | None = None, *, row_parallel: bool = False) -> _Value:
+        shards = self._k_shards if row_parallel else 1
+        return self._record(lambda: ref.linear(x.tensor, self._w[weight], None if bias is None else self._w[bias], shards))
 
     def add_linear(self, residual: _Value, x: _Value, weight: str) -> None:
         def add() -> None:
@@ -79,8 +91,8 @@ class ReferenceProgram:
 
         self._calls.append(add)
 
-    def linear_silu_mul(self, x: _Value, weight: str) -> _Value:
-        return self._record(lambda: ref.silu_mul(*ref.linear(x.tensor, self._w[weight]).chunk(2, dim=1)))
+    def linear_gated(self, x: _Value, weight: str, activation: str) -> _Value:
+        return self._record(lambda: _GATES[activation](*ref.linear(x.tensor, self._w[weight]).chunk(2, dim=1)))
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self._kv.layout
@@ -92,15 +104,15 @@ class ReferenceProgram:
         size = self._kv.layout.block_tokens
         return torch.from_numpy(self._a["tables"])[slots, positions // size].long(), positions % size
 
-    def rope_store(self, qkv: _Value, layer: int, *, norm: HeadNorm | None = None) -> None:
+    def rope_store(self, qkv: _Value, layer: int, *, table: int = 0, norm: HeadNorm | None = None) -> None:
         def store() -> None:
             q, k, v = self._split(qkv.tensor)
             positions = self._tokens("positions")
-            cos, sin = self._rope[0][positions], self._rope[1][positions]
+            cos, sin = (column[positions] for column in self._ropes[table])
             if norm is None:
                 q, k = ref.rope(q, cos, sin), ref.rope(k, cos, sin)
             else:
-                q, k = (ref.rope(x, cos, sin, self._w[w], norm.eps) for x, w in ((q, norm.q), (k, norm.k)))
+                q, k = (ref.rope(x, cos, sin, self._w[w], *norm.norm) for x, w in ((q, norm.q), (k, norm.k)))
             qkv.tensor = torch.cat([q, k, v], dim=1).flatten(1)
             blocks, offsets = self._cells(self._tokens("token_slot"), positions)
             self._kv.k[blocks, layer, offsets] = k
@@ -108,7 +120,7 @@ class ReferenceProgram:
 
         self._calls.append(store)
 
-    def attention(self, qkv: _Value, layer: int, scale: float, *, window: int = 0) -> _Value:
+    def attention(self, qkv: _Value, layer: int, scale: float, *, window: int = 0, softcap: float = 0.0) -> _Value:
         def attend() -> Tensor:
             q = self._split(qkv.tensor)[0]
             slots, num_keys = self._tokens("token_slot"), self._tokens("num_keys")
@@ -118,19 +130,23 @@ class ReferenceProgram:
                 length = int(num_keys[rows].max())
                 blocks, offsets = self._cells(slot.expand(length), torch.arange(length))
                 k, v = self._kv.k[blocks, layer, offsets], self._kv.v[blocks, layer, offsets]
-                out[rows] = ref.attention(q[rows], k, v, num_keys[rows], scale, window or None)
+                out[rows] = ref.attention(q[rows], k, v, num_keys[rows], scale, window or None, softcap)
             return out
 
         return self._record(attend)
 
-    def logits_and_sample(self, x: _Value, weight: str, *, float32: bool = False) -> None:
+    def logits_and_sample(self, x: _Value, weight: str, *, softcap: float = 0.0, float32: bool = False) -> None:
         head = ref.linear_f32 if float32 else ref.linear
+
+        def logits() -> Tensor:
+            found = head(x.tensor, self._w[weight])
+            return ref.softcap(found, softcap) if softcap else found
 
         def sample() -> None:
             count = self._a.num_rows
             if count == 0:
                 return
-            result = ref.sample(head(x.tensor, self._w[weight]), self._sampler_rows(count))
+            result = ref.sample(logits(), self._sampler_rows(count))
             for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
                 self._a["out_" + name][:count] = getattr(result, name)
             for name in ("top_id", "top_logprob"):

@@ -165,8 +165,12 @@ inline void value_rows(const float* p, int64_t ld, int rows, float* const* units
 
 // Scores of keys [first, keys) become probabilities in p over [key0, key1), zero outside; key0, key1 multiples of 32.
 template <class T>
-inline void softmax_row(float* s, T* p, int first, int keys, int key0, int key1, float scale) {
+inline void softmax_row(float* s, T* p, int first, int keys, int key0, int key1, float scale, float softcap) {
   int j0 = first / 16 * 16, j1 = round_up(keys, 16);
+  if (softcap) {
+    for (int j = j0; j < j1; j += 16) store(s + j, softcapped<float>(load(s + j) * bc(scale), softcap));
+    scale = 1.f;
+  }
   for (int j = j0; j < first; j++) s[j] = -__builtin_inff();
   for (int j = keys; j < j1; j++) s[j] = -__builtin_inff();
   v16 m = bc(-__builtin_inff());
@@ -321,7 +325,7 @@ struct AttentionItem {
     for (int i = r; i < r + m; i++) {
       int t = i / rep;
       int from = begin < end ? std::min(begin, own_begin(t)) : own_begin(t);
-      softmax_row(s + i * width, p + i * width, first(t), keys(t), from * 32, std::max(own_end(t), end) * 32, op.scale);
+      softmax_row(s + i * width, p + i * width, first(t), keys(t), from * 32, std::max(own_end(t), end) * 32, op.scale, op.softcap);
     }
     value_rows(p + r * width + begin * 32, width, m, units + begin, end - begin, hp, acc + (int64_t)r * hp, {nullptr, 0});
   }

@@ -109,8 +109,10 @@ inline void rotate(T* x, const T* cos, const T* sin, int half) {
 
 template <class T>
 inline void norm_heads(const Op& op, const Step& st, T* row) {
-  for (int head = 0; head < op.heads + op.kv_heads; head++)
-    norm_in_place(row + head * op.head_dim, (const T*)st.weights[head < op.heads ? op.w : op.w2], op.head_dim, op.eps);
+  for (int head = 0; head < op.heads + op.kv_heads; head++, row += op.head_dim) {
+    const T* weight = (const T*)st.weights[head < op.heads ? op.w : op.w2];
+    norm_row(row, weight, op.head_dim, op.eps, op.one_plus, [&](int j, int n, v16 y) { store_first(row + j, n, y); });
+  }
 }
 
 // A run is tokens of one sequence that fall into one unit. A run at offset 0 clears the unit first: what a page held before

@@ -37,6 +37,7 @@ inline void weight_lane(int row, int n, bool interleave, int& block, int& lane) 
     lane = i % 16 + (row < half ? 0 : 16);
   }
 }
+inline bool gated(const Op& op) { return op.epilogue == EP_SILU_MUL || op.epilogue == EP_GELU_MUL; }
 inline int num_weight_blocks(int n, bool interleave) { return interleave ? ceil_div(n / 2, 16) : ceil_div(n, 32); }
 
 inline int64_t packed_offset(bf16*, int block, int lane, int k, int width) {
@@ -241,9 +242,9 @@ struct LinearItem {
     for (int r = 0; r < m; r++) {
       const float* p = c + (r / 16) * 2 * TILE + (r % 16) * 16;
       v16 lo = load(p), hi = load(p + TILE);
-      if (op.epilogue == EP_SILU_MUL) {
+      if (gated(op)) {
         v16 g = rounded<T>(lo), u = rounded<T>(hi);
-        v16 s = rounded<T>(g / (bc(1.f) + vexp(zero16() - g)));
+        v16 s = rounded<T>(g / (bc(1.f) + vexp(op.epilogue == EP_SILU_MUL ? zero16() - g : gelu_exponent(g))));
         int width = op.n / 2, col = nb * 16;
         panel_store(out, ceil_div(width, 32), row + r, col, s * u, width - col < 16 ? width - col : 16);
         continue;
@@ -253,6 +254,7 @@ struct LinearItem {
         if (n <= 0) break;
         v16 y = h ? hi : lo;
         if (bias) y = y + load(bias + col);
+        if (op.softcap) y = softcapped<O>(rounded<O>(y), op.softcap);
         put(row + r, col, n, y);
       }
     }

@@ -30,6 +30,7 @@ void embed_rows(const Op& op, const Step& st, int t0, int t1) {
       unpack(w, out, op.ld_out, op.n, op.k, false, st.ids[t], 1, 0, op.k);
     else
       memcpy(out, w + (int64_t)st.ids[t] * op.k, op.k * sizeof(T));
+    for (int j = 0; op.scale != 1.f && j < op.k; j += 16) store(out + j, load(out + j) * bc(op.scale));  // rows are padded to 16
   }
 }
 
@@ -46,11 +47,11 @@ void norm_rows(const Op& op, const Step& st, int r0, int r1) {
   int kb = ceil_div(op.k, 32);
   for (int r = r0; r < r1; r++) {
     const T* x = (const T*)op.in + (op.rows_mode ? st.hidden_row[r] : r) * op.ld_in;
-    v16 scale = inverse_rms(x, op.k, op.eps);
-    for (int j = 0; j < op.k; j += 16) {
-      int n = op.k - j < 16 ? op.k - j : 16;
-      panel_store((T*)op.out, kb, r, j, normed<T>(load_first(x + j, n), scale, load_first(weight + j, n)), n);
-    }
+    T* residual = (T*)op.out + r * op.ld_out;
+    if (op.epilogue == EP_RESIDUAL)
+      norm_row(x, weight, op.k, op.eps, op.one_plus, [&](int j, int n, v16 y) { store_first(residual + j, n, load_first(residual + j, n) + rounded<T>(y)); });
+    else
+      norm_row(x, weight, op.k, op.eps, op.one_plus, [&](int j, int n, v16 y) { panel_store((T*)op.out, kb, r, j, y, n); });
   }
 }
 
@@ -112,7 +113,7 @@ struct Run {
   // Items are (piece of rows) x (group of weight blocks): few rows, long groups, so that each reads one stretch of memory.
   void add_linear(const Op& op, int row0, int row1, int threads) {
     if (row1 <= row0) return;
-    int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), per = ceil_div(blocks, threads * 16);
+    int blocks = num_weight_blocks(op.n, gated(op)), per = ceil_div(blocks, threads * 16);
     int64_t row_bytes = (int64_t)op.k * (op.dtype ? 4 : 2);
     int piece = std::max<int64_t>(32, PANEL_BYTES / row_bytes / 32 * 32);
     for (int r = row0; r < row1; r += piece)
@@ -133,7 +134,7 @@ struct Run {
       case OP_COPY_BLOCKS: copy_blocks(s, i); break;
       case OP_LINEAR:
       case OP_LOGITS: {
-        int blocks = num_weight_blocks(op.n, op.epilogue == EP_SILU_MUL), nb0 = i * ph.per, nb1 = std::min(nb0 + ph.per, blocks);
+        int blocks = num_weight_blocks(op.n, gated(op)), nb0 = i * ph.per, nb1 = std::min(nb0 + ph.per, blocks);
         scratch.reset((size_t)32 * round_up(op.k, 32) * 4 + 64);
         float* wide = scratch.take<float>((int64_t)32 * round_up(op.k, 32));
         auto run = [&](auto* out) {

@@ -1,4 +1,4 @@
-// RMSNorm by docs/numerics.md: the scale of a row, and a row normed in place.
+// RMSNorm of one row by docs/numerics.md.
 #pragma once
 #include <cmath>
 
@@ -26,20 +26,23 @@ inline v16 inverse_rms(const T* x, int width, float eps) {
   return bc(1.f / sqrtf(mean + eps));
 }
 
-template <class T>
-inline v16 normed(v16 x, v16 scale, v16 weight) {
-  return rounded<T>(x * scale) * weight;
-}
-
-template <class T>
-inline void norm_in_place(T* x, const T* weight, int width, float eps) {
+// Calls put(first column, columns, values yet to be rounded) for every sixteen columns. `one_plus` is Gemma's norm.
+template <class T, class Put>
+inline void norm_row(const T* x, const T* weight, int width, float eps, bool one_plus, Put put) {
   v16 scale = inverse_rms(x, width, eps);
   for (int j = 0; j < width; j += 16) {
     int n = width - j < 16 ? width - j : 16;
-    T out[16];
-    store(out, normed<T>(load_first(x + j, n), scale, load_first(weight + j, n)));
-    memcpy(x + j, out, n * sizeof(T));
+    v16 y = load_first(x + j, n) * scale, w = load_first(weight + j, n);
+    put(j, n, one_plus ? y * (bc(1.f) + w) : rounded<T>(y) * w);
   }
+}
+
+template <class T>
+inline void store_first(T* p, int n, v16 x) {
+  if (n == 16) return store(p, x);
+  T t[16];
+  store(t, x);
+  memcpy(p, t, n * sizeof(T));
 }
 
 }  // namespace

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 enum OpKind : int32_t {
-  OP_EMBED = 1,       // out[t] = row ids[t] of weight w (plain rows, or packed when `packed`)
-  OP_RMSNORM = 2,     // out (panels) = rmsnorm(in (rows)) * w; rows_mode 1 reads in[hidden_row[r]]
+  OP_EMBED = 1,       // out[t] = row ids[t] of weight w (plain rows, or packed when `packed`) * scale
+  OP_RMSNORM = 2,     // out (panels) = rmsnorm(in (rows)) * w, or with EP_RESIDUAL out (rows) += that; rows_mode 1 reads in[hidden_row[r]]
   OP_LINEAR = 3,      // in (panels) -> out, by epilogue
   OP_ROPE_STORE = 4,  // norm the q heads of in (rows) by w and its k heads by w2, rotate both, all in place; store k and v into the pages
   OP_ATTENTION = 5,   // q of in (rows), pages -> out (panels)
@@ -14,7 +14,7 @@ enum OpKind : int32_t {
   OP_PANELS = 8,      // in (rows) -> out (panels)
   OP_SAMPLE = 9,      // sampler over given logits, num_rows of them
 };
-enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2 };
+enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_GELU_MUL = 3 };
 
 struct Op {
   int32_t kind, dtype;       // dtype: 0 bfloat16, 1 float32
@@ -30,6 +30,8 @@ struct Op {
   int64_t ld_in, ld_out;     // row strides in elements, for row-major buffers
   int32_t layer, rows_mode;  // rows_mode 0: the step's tokens, 1: its logits rows
   float eps, scale;
+  float softcap;             // OP_ATTENTION: of the scores, OP_LOGITS: of the logits; 0: none
+  int32_t one_plus;          // OP_RMSNORM, OP_ROPE_STORE: norms multiply by 1 + w, in float32
   int32_t heads, kv_heads, head_dim, packed;
 };
 

@@ -59,6 +59,7 @@ inline unsigned equal_mask(v16 a, v16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _
 inline unsigned at_least_mask(v16 a, v16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline v16 replace_equal(v16 a, v16 what, v16 by) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, what.v, _CMP_EQ_OQ), a.v, by.v)}; }
 inline v16 first_lanes(v16 a, int n, float other) { return {_mm512_mask_blend_ps((__mmask16)((1u << n) - 1), _mm512_set1_ps(other), a.v)}; }
+inline v16 where_below(v16 a, v16 bound, v16 yes, v16 no) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_LT_OQ), no.v, yes.v)}; }
 // A row of interleaved pairs: 16 even elements, 16 odd elements.
 inline void load_pairs(const bf16* p, v16& even, v16& odd) {
   __m512i x = _mm512_loadu_si512(p);
@@ -118,6 +119,9 @@ inline unsigned at_least_mask(v16 a, v16 b) { return mask8(_mm256_cmp_ps(a.lo, b
 inline v16 replace_equal(v16 a, v16 what, v16 by) {
   return {_mm256_blendv_ps(a.lo, by.lo, _mm256_cmp_ps(a.lo, what.lo, _CMP_EQ_OQ)), _mm256_blendv_ps(a.hi, by.hi, _mm256_cmp_ps(a.hi, what.hi, _CMP_EQ_OQ))};
 }
+inline v16 where_below(v16 a, v16 bound, v16 yes, v16 no) {
+  return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, bound.lo, _CMP_LT_OQ)), _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, bound.hi, _CMP_LT_OQ))};
+}
 inline v16 first_lanes(v16 a, int n, float other) {
   alignas(32) float t[16];
   store(t, a);
@@ -168,6 +172,21 @@ inline v16 vexp(v16 x) {
   return scale2(p, n);
 }
 
+// gelu_tanh(g) = g / (1 + exp of this)
+inline v16 gelu_exponent(v16 g) { return fma(g * g * g, bc(0.044715f), g) * bc(-1.5957691216f); }
+
+// tanh by docs/numerics.md: a polynomial near 0, else by exp. NaN stays NaN.
+inline v16 vtanh(v16 x) {
+  v16 minus = zero16() - x, a = where_below(x, zero16(), minus, x), w = x * x;
+  v16 p = bc(-5.70498872745e-3f);
+  p = fma(p, w, bc(2.06390887954e-2f));
+  p = fma(p, w, bc(-5.37397155531e-2f));
+  p = fma(p, w, bc(1.33314422036e-1f));
+  p = fma(p, w, bc(-3.33332819422e-1f));
+  v16 far = bc(1.f) - bc(2.f) / (vexp(a + a) + bc(1.f));
+  return where_below(a, bc(0.625f), fma(p * w, x, x), where_below(x, zero16(), zero16() - far, far));
+}
+
 // Round to the model's dtype and back.
 template <class T>
 inline v16 rounded(v16 x) {
@@ -175,6 +194,12 @@ inline v16 rounded(v16 x) {
     return x;
   else
     return round_bf16(x);
+}
+
+// cap * tanh(x / cap), each step rounded to O
+template <class O>
+inline v16 softcapped(v16 x, float cap) {
+  return rounded<O>(rounded<O>(vtanh(rounded<O>(x / bc(cap)))) * bc(cap));
 }
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -19,7 +19,7 @@ from ...kernels.weights import NativeWeights, ReferenceWeights
 from ..errors import ConfigError
 from ..models import decoder
 from ..models.config import DecoderConfig, load_decoder_config, resolve_model_path
-from ..models.layers import rope_tables
+from ..models.layers import all_rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
 from .admission import MAX_BANNED_IDS
 from .batch import BatchBuilder, Slots
@@ -213,14 +213,14 @@ class ModelRunner:
     def _build(self, config: EngineConfig, model: DecoderConfig, kernels: str, layout: KvLayout) -> None:
         specs = decoder.weight_specs(model)
         assert config.max_model_len is not None and config.numerics.threads is not None
-        rope, k_shards = rope_tables(model, config.max_model_len, layout.dtype), config.numerics.k_shards
+        ropes, k_shards = all_rope_tables(model, config.max_model_len, layout.dtype), config.numerics.k_shards
         self.weights: NativeWeights | ReferenceWeights
         self._kv: NativeKv | ReferenceKv
         program: Program
         if kernels == "reference":
             self.weights, self._kv = ReferenceWeights(specs, layout.dtype), ReferenceKv(layout)
             program = ReferenceProgram(
-                self.weights, self._arrays, self._kv, heads=model.num_heads, rope=rope, vocab_limit=self._vocab_limit, k_shards=k_shards
+                self.weights, self._arrays, self._kv, heads=model.num_heads, ropes=ropes, vocab_limit=self._vocab_limit, k_shards=k_shards
             )
         else:
             library = native_lib.load_build(kernels)
@@ -231,7 +231,7 @@ class ModelRunner:
                 self._arrays,
                 self._kv,
                 heads=model.num_heads,
-                rope=rope,
+                ropes=ropes,
                 vocab_limit=self._vocab_limit,
                 k_shards=k_shards,
                 threads=config.numerics.threads,

@@ -31,7 +31,7 @@ CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """A decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, SiLU-gated MLP."""
+    """A decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, gated MLP."""
 
     family: str
     """"llama", "qwen2", ...: how errors and tables call it; what is computed stands in the fields below"""
@@ -55,6 +55,22 @@ class DecoderConfig:
     """RMSNorm of every query and key head, before the rotation (Qwen3, Gemma 3)"""
     windows: tuple[int, ...] = ()
     """per layer, how many keys a token sees, itself included; 0 sees all; empty: all layers see all"""
+    local_rope_theta: float = 0.0
+    """rope theta, unscaled, of the layers with a window; 0: that of all layers (Gemma 3)"""
+    attention_scale: float | None = None
+    """factor on scores; None: head_dim ** -0.5"""
+    attention_softcap: float = 0.0
+    """scores become cap * tanh(score / cap); 0: they stay (Gemma 2)"""
+    logits_softcap: float = 0.0
+    """likewise (Gemma 2)"""
+    activation: str = "silu"
+    """of the MLP's gate: silu or gelu_tanh"""
+    embed_scale: float = 1.0
+    """factor on embeddings, itself rounded to the dtype (Gemma: hidden_size ** 0.5)"""
+    norm_one_plus: bool = False
+    """norms multiply by 1 + weight, in float32 before the one rounding (Gemma)"""
+    post_norms: bool = False
+    """what attention and MLP give goes through a norm of its own before it is added to the stream (Gemma)"""
     max_position_embeddings: int
     """context in tokens"""
     eos_token_ids: tuple[int, ...] = ()
@@ -164,7 +180,7 @@ def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (),
     return parsed
 
 
-def _parse_shape(config: ConfigReader, architecture: str) -> dict[str, int]:
+def _parse_shape(config: ConfigReader, architecture: str) -> dict[str, Any]:
     """Sizes, by their names in DecoderConfig."""
     hidden, heads = config.size("hidden_size", most=1 << 20), config.size("num_attention_heads", most=1 << 12)
     # Only Llama has as many KV heads as heads where the file says nothing; elsewhere the classes have numbers of their own.

@@ -5,11 +5,12 @@ P positions, H head size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 
-from .config import DecoderConfig
+from .config import DecoderConfig, RopeScaling
 
 
 def inv_freq(cfg: DecoderConfig) -> torch.Tensor:
@@ -71,6 +72,15 @@ def _stretch_llama3(freq: torch.Tensor, cfg: DecoderConfig) -> torch.Tensor:
     smoothed = (1 - blend) * scaled / s.factor + blend * scaled
     between = ~(wavelength < fast) * ~(wavelength > slow)
     return torch.where(between, smoothed, scaled)
+
+
+def all_rope_tables(cfg: DecoderConfig, num_positions: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`rope_tables` of the model, and behind them those of its layers with a window if they have a theta of their own."""
+    tables = [rope_tables(cfg, num_positions, dtype)]
+    if cfg.local_rope_theta:
+        local = dataclasses.replace(cfg, rope_theta=cfg.local_rope_theta, rope_scaling=RopeScaling())
+        tables.append(rope_tables(local, num_positions, dtype))
+    return tables
 
 
 def rope_tables(cfg: DecoderConfig, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ I MLP width, H query heads, K KV heads, d head size; shapes at tensor-parallel s
     layers.{i}.attn_norm [D]     layers.{i}.qkv [(H + 2K) d, D] (rows q, k, v)     layers.{i}.qkv_bias [(H + 2K) d] (qwen2)
     layers.{i}.q_norm [d]        layers.{i}.k_norm [d]                             (both of qk_norm models)
     layers.{i}.attn_out [D, H d] layers.{i}.mlp_norm [D]
+    layers.{i}.attn_post_norm [D]                    layers.{i}.mlp_post_norm [D]  (both of post_norms models)
     layers.{i}.gate_up [2 I, D] (rows gate, up)      layers.{i}.mlp_down [D, I]
 
 Tensor parallel. Column-parallel parameters (qkv and its bias, gate_up, head) keep a rank's rows: of every fused part its own
@@ -88,7 +89,7 @@ def _table(cfg: DecoderConfig) -> dict[str, _Entry]:
         "self_attn.k_proj.weight": _Entry("qkv", (kv, D), "column", q),
         "self_attn.v_proj.weight": _Entry("qkv", (kv, D), "column", q + kv),
         "self_attn.o_proj.weight": _Entry("attn_out", (D, q), "row"),
-        "post_attention_layernorm.weight": _Entry("mlp_norm", (D,), "vector"),
+        "post_attention_layernorm.weight": _Entry("attn_post_norm" if cfg.post_norms else "mlp_norm", (D,), "vector"),
         "mlp.gate_proj.weight": _Entry("gate_up", (I, D), "column"),
         "mlp.up_proj.weight": _Entry("gate_up", (I, D), "column", I),
         "mlp.down_proj.weight": _Entry("mlp_down", (D, I), "row"),
@@ -97,6 +98,9 @@ def _table(cfg: DecoderConfig) -> dict[str, _Entry]:
         layer["self_attn.q_proj.bias"] = _Entry("qkv_bias", (q,), "column")
         layer["self_attn.k_proj.bias"] = _Entry("qkv_bias", (kv,), "column", q)
         layer["self_attn.v_proj.bias"] = _Entry("qkv_bias", (kv,), "column", q + kv)
+    if cfg.post_norms:  # then what others call post_attention_layernorm has a name that fits
+        layer["pre_feedforward_layernorm.weight"] = _Entry("mlp_norm", (D,), "vector")
+        layer["post_feedforward_layernorm.weight"] = _Entry("mlp_post_norm", (D,), "vector")
     if cfg.qk_norm:
         layer["self_attn.q_norm.weight"] = _Entry("q_norm", (cfg.head_dim,), "vector")
         layer["self_attn.k_norm.weight"] = _Entry("k_norm", (cfg.head_dim,), "vector")

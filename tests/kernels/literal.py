@@ -75,12 +75,14 @@ def hsum(v: list[np.float32]) -> np.float32:
     return v[0]
 
 
-def rmsnorm(x: Row, weight: Row, eps: float, bf16: bool) -> list[np.float32]:
+def rmsnorm(x: Row, weight: Row, eps: float, bf16: bool, one_plus: bool = False) -> list[np.float32]:
     a = [[F32(0)] * 16 for _ in range(4)]
     for j, value in enumerate(x):
         a[j // 16 % 4][j % 16] = fma(value, value, a[j // 16 % 4][j % 16])
     v = hsum([(a[0][i] + a[1][i]) + (a[2][i] + a[3][i]) for i in range(16)])
     r = F32(1) / np.sqrt(v / F32(len(x)) + F32(eps))
+    if one_plus:
+        return [rnd(value * r * (F32(1) + g), bf16) for value, g in zip(x, weight, strict=True)]
     return [rnd(rnd(value * r, bf16) * g, bf16) for value, g in zip(x, weight, strict=True)]
 
 
@@ -96,6 +98,26 @@ def exp(x: np.float32) -> np.float32:
     return F32(math.ldexp(float(p), int(n)))
 
 
+def tanh(x: np.float32) -> np.float32:
+    a, w = abs(x), x * x
+    if a < F32(0.625):
+        p = F32(-5.70498872745e-3)
+        for c in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+            p = fma(p, w, F32(c))
+        return fma(p * w, x, x)
+    far = F32(1) - F32(2) / (exp(a + a) + F32(1))
+    return -far if x < 0 else far
+
+
+def softcap(x: np.float32, cap: float, bf16: bool) -> np.float32:
+    return rnd(rnd(tanh(rnd(x / F32(cap), bf16)), bf16) * F32(cap), bf16)
+
+
+def gelu_mul(g: np.float32, u: np.float32, bf16: bool) -> np.float32:
+    exponent = fma(g * g * g, F32(0.044715), g) * F32(-1.5957691216)
+    return rnd(rnd(g / (F32(1) + exp(exponent)), bf16) * u, bf16)
+
+
 def silu_mul(g: np.float32, u: np.float32, bf16: bool) -> np.float32:
     return rnd(rnd(g / (F32(1) + exp(-g)), bf16) * u, bf16)
 
@@ -107,9 +129,12 @@ def rope(head: Row, cos: Row, sin: Row, bf16: bool) -> list[np.float32]:
     return first + [rnd(rnd(b[i] * cos[i], bf16) + rnd(a[i] * sin[i], bf16), bf16) for i in range(half)]
 
 
-def attend(q: Row, keys: Sequence[Row], values: Sequence[Row], scale: float, bf16: bool, first: int = 0) -> list[np.float32]:
+def attend(
+    q: Row, keys: Sequence[Row], values: Sequence[Row], scale: float, bf16: bool, first: int = 0, cap: float = 0.0
+) -> list[np.float32]:
     """One query head; keys before `first` are outside its window."""
     z = [dot(q, k, bf16) * F32(scale) for k in keys]
+    z = [softcap(value, cap, False) for value in z] if cap else z
     m = max(z[first:])
     e = [exp(score - m) if j >= first else F32(0) for j, score in enumerate(z)]
     lanes = [F32(0)] * 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -102,7 +103,7 @@ def test_linear_silu_mul(ops: NativeOps, once: Once, data: ModuleType, same: Sam
 
 
 @DTYPES
-def test_silu_over_all_values(ops: NativeOps, once: Once, same: Same, dtype: torch.dtype) -> None:
+def test_activations_and_softcap_over_all_values(ops: NativeOps, once: Once, same: Same, dtype: torch.dtype) -> None:
     if dtype == BF16:
         x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(BF16)
     else:
@@ -110,6 +111,10 @@ def test_silu_over_all_values(ops: NativeOps, once: Once, same: Same, dtype: tor
     w = torch.ones(2, 1, dtype=dtype)
     want = once(("all", dtype), lambda: ref.silu_mul(*ref.linear(x[:, None], w).chunk(2, dim=1)))
     same(ops.linear_silu_mul(x[:, None], ops.pack_linear(w, gate_up=True)), want)
+    want = once(("gelu", dtype), lambda: ref.gelu_mul(*ref.linear(x[:, None], w).chunk(2, dim=1)))
+    same(ops.linear_gelu_mul(x[:, None], ops.pack_linear(w, gate_up=True)), want)
+    want = once(("softcap", dtype), lambda: ref.softcap(ref.linear(x[:, None], w[:1]), 0.3))
+    same(ops.linear_softcap(x[:, None], ops.pack_linear(w[:1]), 0.3), want)
 
 
 @DTYPES
@@ -119,7 +124,9 @@ def test_rmsnorm(ops: NativeOps, once: Once, data: ModuleType, same: Same, kind:
     x = inputs(data, kind, 37, width, 1, dtype)[0]
     x[3], x[4, 5], x[5, 6] = 0, float("nan"), float("inf")
     weight = rand(width, dtype=dtype)
-    same(ops.rmsnorm(x, weight, 1e-5), once(("norm", kind, width, dtype), lambda: ref.rmsnorm(x, weight, 1e-5)))
+    for one_plus in (False, True):
+        want = once(("norm", kind, width, dtype, one_plus), partial(ref.rmsnorm, x, weight, 1e-5, one_plus))
+        same(ops.rmsnorm(x, weight, 1e-5, one_plus), want)
 
 
 @DTYPES
@@ -132,7 +139,8 @@ def test_rope(ops: NativeOps, data: ModuleType, same: Same, head_size: int, dtyp
     same(ops.rope(x, cos, sin), want)
     same(ops.rope(x[69:], cos[69:], sin[69:]), want[69:])
     norm = rand(head_size, dtype=dtype)
-    same(ops.rope(x, cos, sin, norm, 1e-6), ref.rope(x, cos, sin, norm, 1e-6))
+    for one_plus in (False, True):
+        same(ops.rope(x, cos, sin, norm, 1e-6, one_plus), ref.rope(x, cos, sin, norm, 1e-6, one_plus))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])

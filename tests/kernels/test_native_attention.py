@@ -48,6 +48,9 @@ def test_a_long_chunk_and_scores_far_apart(ops: NativeOps, once: Once, same: Sam
     for block_tokens in BLOCKS:
         same(ops.attention(q, k, v, num_keys, 1.0, block_tokens=block_tokens), want)
     same(ops.attention(q, k, v, num_keys, 1.0, item_tokens=[33, 7]), want)
+    want = once(("capped", dtype), lambda: ref.attention(q, k, v, num_keys, 1.0, 77, 20.0))
+    for block_tokens in BLOCKS:
+        same(ops.attention(q, k, v, num_keys, 1.0, 77, 20.0, block_tokens=block_tokens), want)
 
 
 def group_case(data: ModuleType, dtype: torch.dtype, shared: int) -> tuple[Any, ...]:

@@ -98,6 +98,15 @@ def test_exp(literal: ModuleType) -> None:
     assert ref.exp32(torch.tensor(-float("inf"))) == got[-4]
 
 
+def test_tanh(literal: ModuleType) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 500), torch.linspace(-0.7, 0.7, 300), torch.tensor([0.0, -0.0, 0.625, 1e15, -1e15])])
+    got = ref.tanh32(x)
+    same_bits(got, [literal.tanh(v) for v in rows(x)])
+    true = x.double().tanh()
+    assert ((got.double() - true).abs() <= 2**-22 * true.abs()).all()
+    assert ref.tanh32(torch.tensor(float("nan"))).isnan()
+
+
 def test_ln() -> None:
     x = np.concatenate([2.0 ** np.linspace(-5, 60, 5000), np.linspace(0.7, 1.42, 5000), [1.0]])
     got = ref.ln64(x)
@@ -174,16 +183,30 @@ def test_rmsnorm(data: ModuleType, literal: ModuleType, dtype: torch.dtype, widt
         same_bits(ref.rmsnorm(x[1:2], weight, 1e-5), got[1].float())
         exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
         assert ((got.double() - exact).abs() <= 4 * EPS[dtype] * exact.abs()).all()
+        one_plus = ref.rmsnorm(x, weight, 1e-5, True)
+        same_bits(one_plus, [literal.rmsnorm(r, rows(weight), 1e-5, dtype == BF16, True) for r in rows(x)])
+        assert (one_plus.double() - exact * (1 + 1 / weight.double())).abs().max() <= 8 * EPS[dtype] * exact.abs().max()
 
 
 @DTYPES
-def test_silu_mul(literal: ModuleType, dtype: torch.dtype) -> None:
+def test_gated_activations(literal: ModuleType, dtype: torch.dtype) -> None:
     gate, up = 5 * rand(40, 3, dtype=dtype), rand(40, 3, dtype=dtype, seed=1)
-    got = ref.silu_mul(gate, up)
-    want = [literal.silu_mul(g, u, dtype == BF16) for g, u in zip(rows(gate).ravel(), rows(up).ravel(), strict=True)]
-    same_bits(got, want)
-    exact = torch.nn.functional.silu(gate.double()) * up.double()
-    assert ((got.double() - exact).abs() <= 4 * EPS[dtype] * exact.abs()).all()
+    pairs = list(zip(rows(gate).ravel(), rows(up).ravel(), strict=True))
+    g = gate.double()
+    gelu = g * (2 * (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)).sigmoid()  # torch's, without its cancellation at -5 and below
+    assert (gelu - torch.nn.functional.gelu(g, approximate="tanh")).abs().max() < 1e-12
+    for name, act in (("silu_mul", torch.nn.functional.silu(g)), ("gelu_mul", gelu)):
+        got, exact = getattr(ref, name)(gate, up), act * up.double()
+        same_bits(got, [getattr(literal, name)(*pair, dtype == BF16) for pair in pairs])
+        assert ((got.double() - exact).abs() <= max(4 * EPS[dtype], 2**-16) * exact.abs() + 1e-36).all(), name
+
+
+@DTYPES
+def test_softcap(literal: ModuleType, dtype: torch.dtype) -> None:
+    x = 20 * rand(100, dtype=dtype)
+    got = ref.softcap(x, 30.0)
+    same_bits(got, [literal.softcap(v, 30.0, dtype == BF16) for v in rows(x)])
+    assert (got.double() - 30 * (x.double() / 30).tanh()).abs().max() <= 4 * EPS[dtype] * 30
 
 
 @DTYPES
@@ -211,12 +234,12 @@ def test_attention_is_literal(
     if not cancelling:  # scores over a wide range, so that some e * inv fall among the subnormals
         q, k = 30 * rand(2, 4, 8, dtype=dtype), rand(length, 2, 8, dtype=dtype, seed=1)
     num_keys = torch.tensor([max(1, length - 5), length])
-    want = []
+    want, cap = [], 2.0 if length == 20 else 0.0
     for t, n in itertools.product(range(2), range(4)):
         seen = int(num_keys[t])
         keys, values = rows(k)[:seen, n // 2], rows(v)[:seen, n // 2]
-        want.append(literal.attend(rows(q)[t, n], keys, values, 0.3, dtype == BF16, max(0, seen - (window or seen))))
-    same_bits(ref.attention(q, k, v, num_keys, 0.3, window), want)
+        want.append(literal.attend(rows(q)[t, n], keys, values, 0.3, dtype == BF16, max(0, seen - (window or seen)), cap))
+    same_bits(ref.attention(q, k, v, num_keys, 0.3, window, cap), want)
 
 
 @DTYPES
