@@ -7,8 +7,12 @@ from typing import Any
 
 
 def describe(error: BaseException) -> str:
-    """The class and words of an exception, as text that every wire can carry."""
-    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+    """The class and the first thousand characters of an exception, as text that every wire can carry."""
+    try:
+        words = str(error)
+    except Exception:  # a class of the caller's whose words are a fault of their own
+        words = "its message cannot be shown"
+    return f"{type(error).__name__}: {words[:1000]}".encode(errors="backslashreplace").decode()
 
 
 class RollsyncError(Exception):

@@ -7,8 +7,8 @@ sockets on top of it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from ..errors import BadRequest, RollsyncError, describe
 from .outputs import bare_output
 from .types import RolloutRequest, SampleOutput
+
+log = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.25
 
@@ -88,7 +90,7 @@ def deliver(engine: EngineLike, sink: Sink, outputs: list[SampleOutput]) -> None
         try:
             sink.outputs([output])
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            log.error("an output of request %r could not be sent", output.request_id, exc_info=error)
             lost = [output] if output.finished else engine.abort(output.request_id, reason="an output could not be sent")
             ended.update(o.request_id for o in lost)
             for o in lost:
@@ -96,11 +98,11 @@ def deliver(engine: EngineLike, sink: Sink, outputs: list[SampleOutput]) -> None
 
 
 def _report(call: Callable[..., None], *args: Any) -> bool:
-    """Call a sink's or a caller's function; what it raises is printed, and ends nobody's requests."""
+    """Call a sink's or a caller's function; what it raises is logged, and ends nobody's requests."""
     try:
         call(*args)
-    except Exception:
-        traceback.print_exc(file=sys.stderr)
+    except Exception as error:
+        log.error("a report of the engine's loop failed", exc_info=error)
         return False
     return True
 
@@ -213,7 +215,7 @@ class EngineLoop:
             except RollsyncError as error:
                 _report(self._sink.rejected, item[1].request_id, error)
             except Exception as error:  # one request's fault must not end the others'
-                traceback.print_exc(file=sys.stderr)
+                log.error("request %r could not be added", item[1].request_id, exc_info=error)
                 _report(self._sink.rejected, item[1].request_id, RollsyncError(describe(error)))
             return True
         if item[0] != "command":
@@ -227,10 +229,10 @@ class EngineLoop:
         except RollsyncError as error:
             value = error
         except TypeError as error:  # arguments the verb does not take
-            traceback.print_exc(file=sys.stderr)
+            log.error("command %s", verb, exc_info=error)
             value = BadRequest(f"{verb}: {error}", field=verb)
         except Exception as error:  # one command's fault must not end the others' requests
-            traceback.print_exc(file=sys.stderr)
+            log.error("command %s", verb, exc_info=error)
             value = RollsyncError(describe(error))
         if not _report(reply, value):
             _report(reply, RollsyncError(f"{verb}: its answer could not be sent"))

@@ -228,12 +228,12 @@ class Planner:
                 continue
             try:
                 hits, soon = self._look_up(seq)
-                init = seq.slot_init(self._free_slots[-1])
+                init = None if soon else seq.slot_init(self._free_slots[-1])
             except Exception as error:
                 heapq.heappop(waiting)
                 self._set_aside(seq, error)
                 continue
-            if soon:
+            if init is None:
                 put_off.append(heapq.heappop(waiting))
                 continue
             # One block per running sequence stays free, so that who comes in does not push somebody out at once.

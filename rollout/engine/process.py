@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -31,6 +32,8 @@ from ..wire import COLUMNS, error_to_wire, pack_array
 from .config import EngineConfig
 from .loop import EngineLike, EngineLoop
 from .types import RolloutRequest, SampleOutput
+
+log = logging.getLogger(__name__)
 
 BEAT_PERIOD_S = 0.25
 CONNECT_TIMEOUT_S = 30.0
@@ -165,8 +168,8 @@ def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> 
                 _submit(loop, outbox, message[1])
             elif message[0] == "command":
                 loop.command(message[2], message[3], _replier(outbox, message[1]))
-        except Exception:  # a message that names nobody to tell: the others' requests go on
-            traceback.print_exc(file=sys.stderr)
+        except Exception as error:  # a message that names nobody to tell: the others' requests go on
+            log.error("a message could not be read", exc_info=error)
 
 
 def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:
@@ -175,7 +178,7 @@ def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:
     except RollsyncError as error:
         outbox.rejected(wire["request_id"], error)
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        log.error("request %r could not be read", wire["request_id"], exc_info=error)
         outbox.rejected(wire["request_id"], RollsyncError(describe(error)))
 
 

@@ -74,9 +74,9 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-def small() -> Engine:
+def small(max_batch_tokens: int = 7) -> Engine:
     """So few blocks and tokens that neighbours are chunked and preempted."""
-    engine, _ = make(num_blocks=19, max_batch_tokens=7, max_num_seqs=7, max_model_len=40)
+    engine, _ = make(num_blocks=19, max_batch_tokens=max_batch_tokens, max_num_seqs=7, max_model_len=40)
     return engine
 
 
@@ -145,8 +145,11 @@ def test_an_exception_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch
         ("scored", 16, 1, [1]),
     ],
 )
-def test_a_row_that_the_runner_cannot_sample_ends_the_samples_that_need_it(kind: str, length: int, index: int, failed: list[int]) -> None:
-    engine = small()
+@pytest.mark.parametrize("max_batch_tokens", [7, 64])
+def test_a_row_that_the_runner_cannot_sample_ends_the_samples_that_need_it(
+    kind: str, length: int, index: int, failed: list[int], max_batch_tokens: int
+) -> None:
+    engine = small(max_batch_tokens)
 
     def faults(prefix: list[int], init: SlotInit) -> str | None:
         mine = init.sample_index == index and prefix[:10] == BAD_PROMPT[: len(prefix)] and init.temperature == 0.75
@@ -194,3 +197,19 @@ def test_a_stop_matcher_that_fails_on_given_tokens_ends_the_request_before_it_be
     engine._stop_matcher = Picky
     mine = survive(engine, BAD["scored"], "UnicodeError: half a character \\udc80")
     assert [o.finish_reason for o in mine] == ["error"] * 2 and mine[0].token_ids == []
+
+
+def test_an_exception_that_cannot_be_shown_is_named_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    class Silent(FakeMatcher):
+        def push(self, token_id: int) -> str | None:
+            raise Mute
+
+    engine = small()
+    engine._stop_matcher = Silent
+    engine.add_request(BAD["single"])
+    (output,) = run(engine)
+    assert output.error == "Mute: its message cannot be shown" and len(output.token_ids) == len(output.logprobs) == 1
