@@ -116,10 +116,10 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, *, progress: Progress = _ignore) -> None:
         path, load_format = resolve_model_path(config.model), config.load_format
+        tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
         if path.suffix == ".gguf" and load_format in ("auto", "gguf"):
             load_format = "safetensors"
             path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
-        tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
         model = load_decoder_config(path, tokenizer)
         checked_checkpoint(model, path, load_format)  # before any memory is taken
         kernels = choose_kernels(config.numerics.kernels)

@@ -12,6 +12,7 @@ from real_engine import finals, prompt
 from rollsync import Engine, RolloutRequest, SamplingParams
 from rollsync.kernels import reference
 from rollsync.kernels.native_lib import available_builds
+from rollsync.rollout.errors import ConfigError
 from rollsync.rollout.models.loader import cached_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -160,6 +161,43 @@ def test_penalties_as_the_formula_says(tmp_path: Path) -> None:
         assert torch.allclose(wanted.gather(1, at), torch.tensor(output.top_logprobs).double(), rtol=0, atol=1e-4)
         for found, temperature in ((output.temperature_logprobs, 0.7), (output.model_logprobs, 1.0)):
             assert found == pytest.approx(torch.log_softmax(raw / temperature, dim=-1)[places, tokens].tolist(), abs=1e-4)
+
+
+def test_a_float16_checkpoint_through_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hub id, from snapshots whose files are links to blobs, as huggingface_hub lays them out. Float16 widens exactly."""
+    torch.set_num_threads(1)
+    model = save("qwen2_tied", tmp_path / "float32")
+    blobs, snapshot = tmp_path / "hub" / "models--org--tiny" / "blobs", tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    model.half().save_pretrained(blobs, max_shard_size="60KB")
+    model = transformers.AutoModelForCausalLM.from_pretrained(blobs, dtype=torch.float32).eval()  # as half() rounds rotary buffers too
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with Engine("org/tiny", dtype="float32", threads=1, num_blocks=64) as engine:
+        expect_greedy(model, engine, PROMPTS[4:6], NEW_TOKENS, 1)
+    with Engine("org/tiny", threads=1, num_blocks=4) as engine:
+        assert engine.info.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"'org/other' was not found; .*models--org--other, the hub \(not asked: HF_HUB_OFFLINE is set\)"):
+        Engine("org/other")
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "mistral", "qwen3"])
+def test_dummy_weights_need_no_files_and_repeat(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save(name, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
+        Engine(str(tmp_path))
+    outputs = []
+    for _ in range(2):
+        with Engine(str(tmp_path), load_format="dummy", threads=1, num_blocks=8) as engine:
+            params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+            outputs.append(finals(engine, [RolloutRequest(request_id="x", prompt_token_ids=PROMPTS[2], params=params)])["x", 0])
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].logprobs == outputs[1].logprobs
+    assert len(set(outputs[0].token_ids)) > 3
 
 
 def test_bfloat16_is_near(tmp_path: Path) -> None:
