@@ -11,7 +11,9 @@ from typing import Any
 
 from ..errors import ConfigError, UnsupportedModel
 from .config_reader import ConfigReader, read_json
+from .gemma_config import parse_gemma
 from .hub import resolve_model_path
+from .layer_windows import parse_windows
 from .rope_config import RopeScaling, parse_rope
 from .tokenizer_files import read_eos_token_ids, read_tokenizer_facts
 
@@ -24,8 +26,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
 }
-LAYER_TYPES = ("full_attention", "sliding_attention")
+_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3": 256}
+"""where the file gives none; in other families it is hidden_size / num_attention_heads"""
 CHECKPOINT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -153,23 +158,24 @@ def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (),
     dtype = (config.text("dtype") or config.text("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in CHECKPOINT_DTYPES:
         config.unsupported.append(f"dtype {dtype} (supported: {', '.join(CHECKPOINT_DTYPES)})")
-    scaling, theta = parse_rope(config)
-    shape = _parse_shape(config, architecture)
-    if scaling.kind == "dynamic" and shape["head_dim"] == 2:
+    shape = _parse_shape(config, family)
+    own: dict[str, Any] = {"windows": parse_windows(config, architecture, shape["num_layers"], shape["max_position_embeddings"])}
+    if family in ("gemma2", "gemma3"):
+        own |= parse_gemma(config, family, shape["hidden_size"])
+    else:
+        own["rope_scaling"], own["rope_theta"] = parse_rope(config)
+        own |= {"qkv_bias": family == "qwen2", "qk_norm": family == "qwen3", "tie_word_embeddings": config.flag("tie_word_embeddings")}
+        if (act := config.text("hidden_act", "silu")) not in ("silu", "swish"):
+            config.unsupported.append(f"hidden_act {act!r} (supported: silu)")
+    if own["rope_scaling"].kind == "dynamic" and shape["head_dim"] == 2:
         config.bad("head_dim", 2, "at least 4 for rope type 'dynamic'")
-    windows = _parse_windows(config, architecture, shape["num_layers"], shape["max_position_embeddings"])
     _refuse(config, architecture)
     eos = {*config.token_ids("eos_token_id"), *eos_token_ids}
     parsed = DecoderConfig(
         family=family,
         **shape,
+        **own,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=config.flag("tie_word_embeddings"),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        windows=windows,
         eos_token_ids=tuple(sorted(i for i in eos if 0 <= i < shape["vocab_size"])),
         dtype=dtype,
     )
@@ -180,13 +186,13 @@ def parse_hf_config(raw: dict[str, Any], *, eos_token_ids: tuple[int, ...] = (),
     return parsed
 
 
-def _parse_shape(config: ConfigReader, architecture: str) -> dict[str, Any]:
+def _parse_shape(config: ConfigReader, family: str) -> dict[str, Any]:
     """Sizes, by their names in DecoderConfig."""
     hidden, heads = config.size("hidden_size", most=1 << 20), config.size("num_attention_heads", most=1 << 12)
-    # Only Llama has as many KV heads as heads where the file says nothing; elsewhere the classes have numbers of their own.
-    default = heads if architecture == "LlamaForCausalLM" or "num_key_value_heads" in config.raw else None
+    # Where the file says nothing, Llama has as many KV heads as heads; the other families' classes have numbers of their own.
+    default = heads if config.raw.get("architectures") == ["LlamaForCausalLM"] or "num_key_value_heads" in config.raw else None
     kv_heads = config.size("num_key_value_heads", default, most=1 << 12)
-    head_dim = config.size("head_dim", 128 if architecture == "Qwen3ForCausalLM" else max(hidden // heads, 1), most=1 << 12)
+    head_dim = config.size("head_dim", _HEAD_DIM.get(family, max(hidden // heads, 1)), most=1 << 12)
     sizes = {
         "vocab_size": config.size("vocab_size", most=1 << 24),
         "hidden_size": hidden,
@@ -201,50 +207,19 @@ def _parse_shape(config: ConfigReader, architecture: str) -> dict[str, Any]:
         return sizes
     if heads % kv_heads:
         config.bad("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
-    if not config.has("head_dim") and architecture != "Qwen3ForCausalLM" and hidden % heads:
+    if not config.has("head_dim") and family not in _HEAD_DIM and hidden % heads:
         config.bad("hidden_size", hidden, f"a multiple of num_attention_heads {heads} where there is no head_dim")
     elif head_dim % 2:
         config.bad("head_dim", head_dim, "even: rotary embedding takes it in halves")
     return sizes
 
 
-def _parse_windows(config: ConfigReader, architecture: str, num_layers: int, context: int) -> tuple[int, ...]:
-    """Per layer the keys a token sees, 0 for all; empty if every layer sees all.
-
-    MistralConfig reads a missing sliding_window as 4096, null as none, and slides in every layer. The Qwens slide only under
-    use_sliding_window, in the layers that layer_types names, else in those from max_window_layers on. Llama slides nowhere.
-    """
-    window, first = 0, 0
-    types = config.texts("layer_types")
-    if architecture == "MistralForCausalLM":
-        window = 0 if "sliding_window" in config.raw and not config.has("sliding_window") else config.size("sliding_window", 4096)
-    elif architecture != "LlamaForCausalLM" and config.flag("use_sliding_window"):
-        window = 0 if "sliding_window" in config.raw and not config.has("sliding_window") else config.size("sliding_window", 4096)
-        first = config.size("max_window_layers", 28, least=0)
-    slides = [window > 0 and i >= first for i in range(num_layers)]
-    if types:
-        if unknown := sorted({kind for kind in types if kind not in LAYER_TYPES}):
-            config.unsupported.append(f"layer_types {', '.join(unknown)} (supported: {', '.join(LAYER_TYPES)})")
-        elif len(types) != num_layers:
-            config.bad("layer_types", f"{len(types)} of them", f"one for each of the {num_layers} layers")
-        named = [kind == "sliding_attention" for kind in types]
-        if named != slides and (not window or architecture == "MistralForCausalLM"):
-            computed = f"window {window} in every layer" if window else "no window"
-            config.unsupported.append(f"layer_types that slide elsewhere than {architecture} ({computed}): drop layer_types")
-        slides = named
-    if window >= context or not any(slides):
-        return ()
-    return tuple(window if sliding else 0 for sliding in slides)
-
-
 def _refuse(config: ConfigReader, architecture: str) -> None:
     """Note what this config asks for that is not computed here."""
-    raw, unsupported = config.raw, config.unsupported
-    if (act := config.text("hidden_act", "silu")) not in ("silu", "swish"):
-        unsupported.append(f"hidden_act {act!r} (supported: silu)")
+    unsupported = config.unsupported
     if architecture != "Qwen2ForCausalLM" and config.flag("attention_bias"):
         unsupported.append("attention_bias (supported: no bias, or Qwen2's on q, k and v)")
     if config.flag("mlp_bias"):
         unsupported.append("mlp_bias (supported: no bias)")
-    if raw.get("quantization_config"):
+    if config.raw.get("quantization_config"):
         unsupported.append("quantization_config (supported: unquantised safetensors, or GGUF)")

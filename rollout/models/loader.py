@@ -111,15 +111,16 @@ class GgufCheckpoint:
 
 
 class DummyCheckpoint:
-    """Random weights: norms 1, the rest normal with deviation 0.02. A tensor depends on its name and shape alone."""
+    """Random weights: norms that change nothing, the rest normal with deviation 0.02. A tensor depends on its name and shape alone."""
 
     def __init__(self, cfg: DecoderConfig) -> None:
+        self._norm = 0.0 if cfg.norm_one_plus else 1.0
         self.shapes: dict[str, tuple[int, ...]] = hf_shapes(cfg)
 
     def read(self, name: str) -> torch.Tensor:
         shape = self.shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, self._norm)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         return torch.randn(shape, generator=generator).mul_(0.02)
 

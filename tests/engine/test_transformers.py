@@ -18,6 +18,7 @@ from rollsync.rollout.models.loader import cached_checkpoint
 transformers = pytest.importorskip("transformers")
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+TIED = {"tie_word_embeddings": True}
 DYNAMIC = {"rope_type": "dynamic", "factor": 1.7, "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -42,6 +43,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_yarn": ("Mistral", {"sliding_window": None, "rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 40, "rope_parameters": YARN}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": DYNAMIC}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0}),
+    "gemma2_uncapped": ("Gemma2", {"head_dim": 40, "attn_logit_softcapping": None, "final_logit_softcapping": None, **TIED}),
+    "gemma3": (
+        "Gemma3Text",
+        {"head_dim": 16, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+    ),
+    "gemma3_linear": (
+        "Gemma3Text",
+        {
+            "head_dim": 32, "sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"], **TIED,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+        },
+    ),
     "qwen3_layers_slide": (
         "Qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
@@ -61,7 +75,7 @@ def save(name: str, folder: Path) -> Any:
             **changes,
         }
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # others do not cap scores
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

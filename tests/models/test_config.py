@@ -60,6 +60,9 @@ def test_defaults_follow_transformers() -> None:
 
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+GEMMA2, GEMMA3 = ({"architectures": [f"Gemma{i}ForCausalLM"]} for i in (2, 3))
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+SLIDE = ("sliding_attention", "full_attention")
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -81,6 +84,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types", "no window"),
         ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention", "sliding_attention"),
         ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types", "window 8 in every layer"),
+        ({**GEMMA2, "hidden_activation": "gelu"}, "hidden_activation 'gelu'", "gelu_pytorch_tanh"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention", "causal"),
+        ({**GEMMA3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "'linear' in sliding", "default"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "GGUF"),
         ({"torch_dtype": "float64"}, "float64", "bfloat16"),
     ],
@@ -127,6 +133,10 @@ def test_refuses_by_name_what_it_does_not_compute(changes: dict[str, Any], named
         ({"eos_token_id": "2"}, "eos_token_id must be a token id, a list of them or null, got '2'"),
         ({"eos_token_id": [2, None]}, "eos_token_id must be"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number from 1"),
+        ({**GEMMA2, "sliding_window": None}, "sliding_window must be a whole number: some of the layers slide, got None"),
+        ({**GEMMA2, "final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
+        ({**GEMMA3, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.rope_theta must be absent: rope_parameters holds an object"),
+        ({**GEMMA3, "rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_parameters.full_attention.rope_theta must be"),
         ({**QWEN2, "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types must be one for each of the 2 layers"),
     ],
 )
@@ -152,7 +162,9 @@ def test_no_value_of_any_key_raises_anything_else(architecture: str) -> None:
         **LLAMA, "architectures": [architecture], "head_dim": 16, "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False,
         "mlp_bias": False, "tie_word_embeddings": False, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1,
         "layer_types": None, "eos_token_id": [2], "torch_dtype": "float32", "dtype": None, "rope_theta": 1e4, "partial_rotary_factor": None,
-        "original_max_position_embeddings": None, "quantization_config": None, "rope_scaling": None,
+        "original_max_position_embeddings": None, "quantization_config": None, "rope_scaling": None, "hidden_activation": None,
+        "query_pre_attn_scalar": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 1e4, "use_bidirectional_attention": None,
     }  # fmt: skip
     parse_hf_config(whole)
     rotary: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
@@ -173,6 +185,43 @@ def test_no_value_of_any_key_raises_anything_else(architecture: str) -> None:
 def test_names_every_problem_at_once() -> None:
     with pytest.raises(UnsupportedModel, match=r"hidden_act.*attention_bias.*mlp_bias"):
         parse_hf_config({**LLAMA, "hidden_act": "relu", "attention_bias": True, "mlp_bias": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({**MISTRAL, "sliding_window": None}, ()),
+        ({**MISTRAL, "sliding_window": 8}, (8,) * 4),
+        ({**MISTRAL, "sliding_window": 128}, ()),
+        ({**MISTRAL, "max_position_embeddings": 8192}, (4096,) * 4),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["sliding_attention"] * 4}, (8,) * 4),
+        ({**QWEN2, "sliding_window": 8}, ()),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 8}, ()),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (0, 0, 0, 8)),
+        ({**QWEN3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, (8,) * 4),
+        ({**QWEN3, "use_sliding_window": True, "sliding_window": 8, "layer_types": [*SLIDE, *SLIDE]}, (8, 0, 8, 0)),
+        ({**QWEN3, "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
+        ({**GEMMA2, "sliding_window": 8}, (8, 0, 8, 0)),
+        ({**GEMMA3, "sliding_window": 8}, (8, 8, 8, 8)),
+        ({**GEMMA3, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, 0, 8)),
+        ({**GEMMA3, "sliding_window": 4096, "layer_types": [*SLIDE, *SLIDE]}, (128, 0, 128, 0)),
+    ],
+)
+def test_windows_follow_the_rule_of_the_family(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert parse_hf_config({**LLAMA, "num_hidden_layers": 4, **changes}).windows == windows
+
+
+def test_gemma_3_has_two_thetas() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = parse_hf_config({**LLAMA, **GEMMA3, "rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": linear})
+    both = {"full_attention": {**linear, "rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}
+    new = parse_hf_config({**LLAMA, **GEMMA3, "rope_parameters": both})
+    assert old == new
+    assert (old.rope_theta, old.rope_scaling.factor, old.local_rope_theta) == (5e5, 8.0, 2e4)
+    bare = parse_hf_config({**LLAMA, **GEMMA3})
+    assert (bare.rope_theta, bare.rope_scaling.kind, bare.local_rope_theta) == (1e6, "default", 1e4)
+    second = parse_hf_config({**LLAMA, **GEMMA2})
+    assert (second.rope_theta, second.local_rope_theta) == (1e4, 0.0)
 
 
 def put(folder: Path, name: str, data: dict[str, Any]) -> None:
