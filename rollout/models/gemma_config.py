@@ -57,7 +57,7 @@ def _parse_two_ropes(config: ConfigReader) -> tuple[RopeScaling, float, float]:
     if old is not None:
         config.malformed.append("rope_scaling and rope_parameters cannot stand together: keep one of them")
     if unknown := sorted(rope.raw.keys() - {"full_attention", "sliding_attention"}):
-        rope.bad(unknown[0], rope.raw[unknown[0]], "absent: rope_parameters holds an object for full_attention and one for sliding_attention")
+        rope.bad(unknown[0], rope.raw[unknown[0]], "absent: here are an object for full_attention and one for sliding_attention")
     whole, sliding = rope.part("full_attention"), rope.part("sliding_attention")
     scaling, theta = parse_rope_part(config, whole, theta) if whole is not None else (RopeScaling(), theta)
     if sliding is not None:

@@ -135,7 +135,7 @@ def test_refuses_by_name_what_it_does_not_compute(changes: dict[str, Any], named
         ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number from 1"),
         ({**GEMMA2, "sliding_window": None}, "sliding_window must be a whole number: some of the layers slide, got None"),
         ({**GEMMA2, "final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
-        ({**GEMMA3, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.rope_theta must be absent: rope_parameters holds an object"),
+        ({**GEMMA3, "rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.rope_theta must be absent: here are"),
         ({**GEMMA3, "rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_parameters.full_attention.rope_theta must be"),
         ({**QWEN2, "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types must be one for each of the 2 layers"),
     ],
