@@ -16,13 +16,12 @@ from starlette.responses import HTMLResponse, Response
 
 from .. import metrics
 from ..errors import RollsyncError
-from . import control, openai, openai_schemas, reply_schemas
-from .checks import decode_body
+from . import control, openai, openai_schemas, reply_schemas, token_routes
 from .engine_client import EngineProcess
 from .guard import Access, Guard
 from .openapi import document
 from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
-from .replies import ClientGone, StreamReply, WholeReply, encode, error_reply, read_body, reply, until_disconnect, wants_msgpack
+from .replies import ClientGone, StreamReply, WholeReply, encode_aside, error_reply, reply, take, until_disconnect, wants_msgpack
 from .rollouts import RolloutService, Ticket
 from .schemas import STRING, parameter, route
 from .text import TextService
@@ -39,11 +38,6 @@ def _service(request: Request) -> RolloutService:
     return service
 
 
-async def _body(request: Request) -> Any:
-    body = await read_body(request, request.app.state.max_body_bytes)
-    return decode_body(body, request.headers.get("content-type", "application/json"))
-
-
 @router.post(
     "/v1/rollouts",
     openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409,), also=REFUSED),
@@ -55,7 +49,7 @@ async def rollouts(request: Request) -> Response:
     of the first error and the body still lists every one.
     """
     service = _service(request)
-    call = parse_rollouts(await _body(request))
+    call = await take(request, parse_rollouts)
     if "text" in call.include:
         await service.text.tokenizer()
     return await _answer(request, service.open(call))
@@ -88,7 +82,7 @@ async def _answer(request: Request, ticket: Ticket) -> Response:
         return StreamReply(service.streamed(ticket), ticket.leave, binary)
     try:
         body, status = await until_disconnect(request.receive, service.whole(ticket))
-        return WholeReply(encode(body, binary), status, ticket.leave, binary)
+        return WholeReply(await encode_aside(body, binary), status, ticket.leave, binary)
     except BaseException as error:
         ticket.leave(sent=not isinstance(error, ClientGone | asyncio.CancelledError))
         raise
@@ -97,7 +91,7 @@ async def _answer(request: Request, ticket: Ticket) -> Response:
 @router.post("/v1/engine/abort", openapi_extra=route("Control", takes="Abort", gives="AbortReply", errors=(503,)))
 async def abort(request: Request) -> Response:
     """End calls by request_id, group, session, or all; their own replies carry the partial outputs."""
-    return reply(request, await control.abort(_service(request), *parse_abort(await _body(request))))
+    return reply(request, await control.abort(_service(request), *await take(request, parse_abort)))
 
 
 @router.get("/v1/engine/status", openapi_extra=route("Control", gives="Status"))
@@ -150,8 +144,8 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-ROUTERS = (router, openai.router)
-COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **openai_schemas.COMPONENTS}
+ROUTERS = (router, token_routes.router, openai.router)
+COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **token_routes.COMPONENTS, **openai_schemas.COMPONENTS}
 """schemas by name, of bodies and replies of every router"""
 ROUTES = (*dict.fromkeys(r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute)), "/openapi.json")
 

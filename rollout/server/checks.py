@@ -17,7 +17,9 @@ import msgpack  # type: ignore[import-untyped]
 
 from ..engine.types import INCLUDES, is_utf8
 from ..errors import BadRequest, NotSupported, show
+from ..fields import did_you_mean
 from ..wire import is_array, unpack_array
+from . import json_steps
 
 NOT_YET_INCLUDES = ("sampling_mask", "routed_experts")
 Schema = dict[str, Any]
@@ -239,13 +241,17 @@ def _no_constant(word: str) -> Any:
     raise BadRequest(f"the body holds {word}, which is not JSON: numbers must be finite")
 
 
-def decode_body(body: bytes, content_type: str) -> Any:
-    """msgpack or strict JSON (UTF-8; no NaN, no Infinity) to Python values. BadRequest if it is neither, or gives a key twice."""
+def decode_body(body: bytes, content_type: str, in_steps: bool = False) -> Any:
+    """msgpack or strict JSON (UTF-8; no NaN, no Infinity) to Python values. BadRequest if it is neither, or gives a key twice.
+
+    In steps, other threads get a turn meanwhile.
+    """
     binary = "msgpack" in content_type
     try:
         if binary:
             return msgpack.unpackb(body, object_pairs_hook=_once)
-        return json.loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
+        loads = json_steps.loads if in_steps else json.loads
+        return loads(body.decode(), parse_constant=_no_constant, object_pairs_hook=_once)
     except BadRequest:
         raise
     except (ValueError, RecursionError) as error:
@@ -263,7 +269,8 @@ def read(value: Any, table: tuple[Field, ...], path: str) -> dict[str, Any]:
         field = known.get(name)
         if field is None:
             names = ", ".join(f.name for f in table if f.check)
-            raise BadRequest(f"{where}{name} is not a known field (known: {names})", field=f"{where}{name}")
+            hint = did_you_mean(str(name), known)
+            raise BadRequest(f"{where}{name} is not a known field{hint} (known: {names})", field=f"{where}{name}")
         if field.check is None:
             raise NotSupported(f"{where}{name} is not supported by this version", field=f"{where}{name}")
         if item is not None:

@@ -33,6 +33,7 @@ from .schemas import of_dataclass
 _seed = integer(0, U64 - 1, "an int in [0, 2**64)")
 _max_tokens = integer(0, 1 << 31, "an int >= 0")
 _first = integer(0, (1 << 32) - MAX_SAMPLES, f"an int in [0, 2**32 - {MAX_SAMPLES}]")
+_start = integer(0, 1 << 31, "an int >= 0")
 _STREAM_DOC = (
     'reply as a stream: "samples" (or true) sends each sample when it is finished; "tokens" also sends its tokens as they come. '
     "The deltas of a sample add up to the sample, which follows them whole"
@@ -60,6 +61,11 @@ def _later(*names: str) -> tuple[Field, ...]:
     return tuple(Field(name, None) for name in names)
 
 
+TEXT_FIELDS = (
+    Field("skip_special_tokens", boolean, "leave special tokens out of the text; ids are never changed", default=True),
+    Field("spaces_between_special_tokens", boolean, "put a space between a special token and what stands beside it", default=False),
+)
+
 PROMPT_FIELDS = (
     Field("token_ids", token_ids, "the prompt as ids; give exactly one of token_ids, text, messages"),
     Field("text", text, "the prompt as text, tokenised by the server; no special token is added"),
@@ -70,6 +76,7 @@ PROMPT_FIELDS = (
     Field("first_sample", _first, "index of the first sample in the seed's stream; left out, equal prompts of one seed count on"),
     Field("continue_from", token_ids, "output tokens already sampled (n = 1); sampling goes on after them, bit for bit"),
     Field("forced_token_ids", token_ids, "output tokens given instead of sampled; they are scored"),
+    Field("prompt_logprobs_start", _start, "overrides that of the call"),
 )
 
 ENVELOPE_FIELDS = (
@@ -77,6 +84,8 @@ ENVELOPE_FIELDS = (
     Field("n", integer(1, MAX_SAMPLES), "samples per prompt", default=1),
     Field("sampling_params", described_by("SamplingParams"), "how to choose tokens; left out: temperature 1, nothing else"),
     Field("include", include, "what to return besides ids and logprobs", default=[]),
+    Field("prompt_logprobs_start", _start, "first prompt token that prompt_logprobs covers (0 to the prompt's length)", default=0),
+    *TEXT_FIELDS,
     Field("request_id", string, "name of this call, for abort; 409 while one of that name is in flight"),
     Field("group", string, "name shared by calls that are aborted together"),
     Field("session", string, "name of the conversation or worker this belongs to, for abort"),
@@ -99,8 +108,29 @@ class PromptSpec:
     chat_template_kwargs: dict[str, Any]
     params: SamplingParams
     first_sample: int | None
-    continue_from: tuple[int, ...]
-    forced_token_ids: tuple[int, ...]
+    continue_from: tuple[int, ...] = ()
+    forced_token_ids: tuple[int, ...] = ()
+    prompt_logprobs_start: int = 0
+    continuation: str | None = None
+    """forced_token_ids as text"""
+    score_only: bool = False
+    """score forced_token_ids to their end and sample nothing"""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How errors name what came: the list of the prompts, and the engine's fields in one of them."""
+
+    items: str = "prompts"
+    fields: tuple[tuple[str, str], ...] = (("prompt_token_ids", "token_ids"),)
+
+    def path(self, i: int, name: str = "") -> str:
+        """`name` may go on: "token_ids[3] must be…"."""
+        for ours, theirs in self.fields:
+            if name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+                break
+        return f"{self.items}[{i}].{name}" if name else f"{self.items}[{i}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +148,9 @@ class RolloutCall:
     deadline_s: float | None
     detach_s: float = 0.0
     on_unavailable: str = "queue"
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = False
+    naming: Naming = Naming()
 
 
 def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
@@ -135,13 +168,26 @@ def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
         raise BadRequest(message, field=f"{path}.{name}" if name else path) from None
 
 
-def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int) -> PromptSpec:
-    got = read(value, PROMPT_FIELDS, path)
-    kinds = [k for k in ("token_ids", "text", "messages") if k in got]
+def check_kind(got: dict[str, Any], path: str, names: tuple[str, ...] = ("token_ids", "text", "messages")) -> None:
+    """BadRequest unless exactly one of `names` is there, and template variables only with messages."""
+    kinds = [k for k in names if k in got]
+    where = path or "the body"
     if len(kinds) != 1:
-        raise BadRequest(f"{path} must have exactly one of token_ids, text, messages; got {', '.join(kinds) or 'none'}", field=path)
+        raise BadRequest(f"{where} must have exactly one of {', '.join(names)}; got {', '.join(kinds) or 'none'}", field=path or None)
     if "chat_template_kwargs" in got and kinds != ["messages"]:
-        raise BadRequest(f"{path}.chat_template_kwargs needs messages", field=f"{path}.chat_template_kwargs")
+        name = f"{path}.chat_template_kwargs".lstrip(".")
+        raise BadRequest(f"{name} needs messages", field=name)
+
+
+def _how_to_write(value: Any) -> str:
+    return ' ({"text": "..."})' if isinstance(value, str) else ' ({"token_ids": [...]})' if isinstance(value, list) else ""
+
+
+def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int) -> PromptSpec:
+    if not isinstance(value, dict):
+        raise fail(path, f"an object{_how_to_write(value)}", value)
+    got = read(value, PROMPT_FIELDS, path)
+    check_kind(got, path)
     if "continue_from" in got and n != 1:
         raise BadRequest(f"{path}.continue_from needs n = 1, got n = {n}", field=f"{path}.continue_from")
     if "continue_from" in got and "forced_token_ids" in got:
@@ -156,6 +202,7 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int) -> PromptSp
         first_sample=got.get("first_sample"),
         continue_from=got.get("continue_from", ()),
         forced_token_ids=got.get("forced_token_ids", ()),
+        prompt_logprobs_start=got.get("prompt_logprobs_start", start),
     )
 
 
@@ -171,7 +218,7 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     if got.get("detach_s") and not got.get("stream") and "request_id" not in got:
         raise BadRequest("detach_s needs a request_id to re-attach by (or a stream, whose start event tells the id)", field="detach_s")
     return RolloutCall(
-        prompts=[_prompt(p, f"prompts[{i}]", sampling, n) for i, p in enumerate(got["prompts"])],
+        prompts=[_prompt(p, f"prompts[{i}]", sampling, n, got.get("prompt_logprobs_start", 0)) for i, p in enumerate(got["prompts"])],
         include=got.get("include", ()),
         request_id=got.get("request_id"),
         group=got.get("group"),
@@ -181,6 +228,8 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
         deadline_s=got.get("deadline_s"),
         detach_s=got.get("detach_s", 0.0),
         on_unavailable=got.get("on_unavailable", "queue"),
+        skip_special_tokens=got.get("skip_special_tokens", True),
+        spaces_between_special_tokens=got.get("spaces_between_special_tokens", False),
     )
 
 

@@ -14,13 +14,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, RollsyncError, show
-from ..wire import MSGPACK, error_to_wire, jsonable
+from ..wire import MSGPACK, error_to_wire, is_array, jsonable
+from . import json_steps
+from .checks import decode_body
 from .openai_errors import error_body, is_openai, retry_headers
 
 T = TypeVar("T")
 BODY_GRACE_S = 60.0
 BODY_BYTES_PER_S = 16 << 10
 """a body that is not whole BODY_GRACE_S, and a second per so many bytes, after its headers is refused"""
+ASIDE_BYTES = 1 << 18
+"""bodies and replies of more than this are worked on in a thread"""
 CHUNK_BYTES = 1 << 18
 """bodies are sent in pieces of this many, each once the last has left: a caller that hangs up is noticed"""
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Retry-After": "1"}}
@@ -47,6 +51,36 @@ def encode(value: Any, binary: bool) -> bytes:
         packed: bytes = msgpack.packb(value)
         return packed
     return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _array_bytes(value: Any) -> int:
+    if is_array(value):
+        return len(value["data"])
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_array_bytes, items))
+
+
+async def encode_aside(value: Any, binary: bool) -> bytes:
+    """`encode`; JSON of many tokens in a worker thread."""
+    if binary or _array_bytes(value) < ASIDE_BYTES:
+        return encode(value, binary)
+    return await asyncio.to_thread(json_steps.dumps, value)
+
+
+async def give(request: Request, value: Any, status: int = 200) -> Response:
+    """`reply`, for values of any size."""
+    binary = wants_msgpack(request)
+    content = await encode_aside(value, binary)
+    return Response(content, status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
+
+
+async def take(request: Request, parse: Callable[[Any], T]) -> T:
+    """What `parse` makes of the body; a large one is decoded and checked in a worker thread."""
+    body = await read_body(request, request.app.state.max_body_bytes)
+    kind = request.headers.get("content-type", "application/json")
+    if len(body) < ASIDE_BYTES:
+        return parse(decode_body(body, kind))
+    return await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
 
 
 def reply(request: Request, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -147,7 +181,7 @@ class WholeReply(Response):
     """One body; `leave` is called with whether it was sent to its end before the caller hung up."""
 
     def __init__(self, body: bytes, status: int, leave: Callable[[bool], None], binary: bool) -> None:
-        super().__init__(body, status, media_type=MSGPACK if binary else "application/json")
+        super().__init__(body, status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
         self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,8 +10,8 @@ from .schemas import BOOLEAN, COUNT, INTEGER, NUMBER, OBJECT, STRING, Item, arra
 
 _DOCS = field_docs(SampleOutput)
 _SPAN = reply_schema("", Item("version", INTEGER), Item("start", COUNT), Item("end", COUNT))
-_ERROR = {"$ref": "#/components/schemas/Error/properties/error"}
-_PROMPT_IDS = {"type": "array", "items": INTEGER, "x-msgpack-array": "<i4"}
+ERROR = {"$ref": "#/components/schemas/Error/properties/error"}
+IDS = {"type": "array", "items": INTEGER, "x-msgpack-array": "<i4"}
 _PROMPT_INDEX = Item("prompt_index", COUNT, "which of the prompts sent, from 0")
 
 SAMPLE = reply_schema(
@@ -20,6 +20,7 @@ SAMPLE = reply_schema(
     Item("token_ids", column("token_ids"), "the output"),
     Item("logprobs", column("logprobs"), _DOCS["logprobs"]),
     *(Item(name, column(name), _DOCS[name], always=False) for name in COLUMNS if name not in ("token_ids", "logprobs")),
+    Item("prompt_logprobs_start", COUNT, "the prompt token that prompt_logprobs begins with; with prompt_logprobs", always=False),
     Item("text", STRING, 'the output as text; only if "include" names it', always=False),
     Item("finish_reason", {"type": "string", "enum": list(FINISH_REASONS)}, "why it ended"),
     Item("stop_reason", {"type": ["integer", "string", "null"]}, "which id or string ended it"),
@@ -52,12 +53,12 @@ USAGE = reply_schema(
 PROMPT_RESULT = reply_schema(
     "One prompt: its samples by index, or the error that refused it.",
     _PROMPT_INDEX,
-    Item("prompt_token_ids", _PROMPT_IDS, "the prompt as the model saw it", always=False),
+    Item("prompt_token_ids", IDS, "the prompt as the model saw it", always=False),
     Item("samples", array(ref("Sample")), always=False),
-    Item("error", _ERROR, "then prompt_token_ids and samples are not there", always=False),
+    Item("error", ERROR, "then prompt_token_ids and samples are not there", always=False),
 )
 
-_HEAD = (
+HEAD = (
     Item("id", STRING, "the request_id, given or made"),
     Item("model", STRING),
     Item("fingerprint", STRING, "of the numerics: equal fingerprints and weights give equal bits"),
@@ -65,30 +66,30 @@ _HEAD = (
 
 ROLLOUTS_REPLY = reply_schema(
     "All prompts, in the order sent.",
-    *_HEAD,
+    *HEAD,
     Item("results", array(ref("PromptResult"))),
     Item("usage", ref("Usage")),
 )
 
 ROLLOUTS_REFUSED = reply_schema(
     "No prompt was served; the status is that of the first error.",
-    *_HEAD,
+    *HEAD,
     Item("results", array(ref("PromptResult")), "each with its own error"),
     Item("usage", ref("Usage")),
-    Item("error", _ERROR, "that of the first prompt"),
+    Item("error", ERROR, "that of the first prompt"),
 )
 
-_ACCEPTED = reply_schema("", _PROMPT_INDEX, Item("prompt_token_ids", _PROMPT_IDS))
+_ACCEPTED = reply_schema("", _PROMPT_INDEX, Item("prompt_token_ids", IDS))
 ROLLOUT_EVENT = reply_schema(
     "One event of a stream: start; delta (of a call that streams tokens), sample and error as they come; done. "
     "An error without prompt_index ends the stream.",
     Item("event", {"type": "string", "enum": ["start", "delta", "sample", "error", "done"]}),
     Item("id", STRING, "with start and done", always=False),
-    *(Item(i.name, i.schema, "with start", always=False) for i in _HEAD[1:]),
+    *(Item(i.name, i.schema, "with start", always=False) for i in HEAD[1:]),
     Item("prompts", array(_ACCEPTED), "with start: those accepted", always=False),
     Item("prompt_index", COUNT, "with delta and sample, and with an error of one prompt", always=False),
     Item("sample", {"anyOf": [ref("Sample"), ref("Delta")]}, "with sample and delta", always=False),
-    Item("error", _ERROR, "with error", always=False),
+    Item("error", ERROR, "with error", always=False),
     Item("usage", ref("Usage"), "with done", always=False),
 )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.config import EngineConfig
 from ..engine.types import SamplingParams
 from ..errors import BadRequest, RollsyncError
 from ..models.detokenizer import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from .protocol import RolloutCall
 
 INLINE_TOKENS = 64
 """more than this many tokens are decoded in a worker thread"""
@@ -17,7 +20,7 @@ INLINE_TOKENS = 64
 class TokenizerLike(Protocol):
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kw: Any) -> list[int]: ...
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str: ...
 
 
 def load_tokenizer(config: EngineConfig) -> TokenizerLike:
@@ -43,27 +46,41 @@ class TextService:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = await asyncio.to_thread(load_tokenizer, self._config)
-                except (RollsyncError, OSError, ValueError, ImportError) as error:
+                except Exception as error:  # the tokenizers library raises bare exceptions
                     raise BadRequest(f"this model has no usable tokenizer, so send token_ids: {error}") from None
         return self._tokenizer
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
         tokenizer = await self.tokenizer()
-        return tuple(await asyncio.to_thread(tokenizer.encode, text))
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
 
-    async def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """The ids of a chat. A template's error is the caller's to see."""
+    async def rendered(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> str:
+        """The text of a chat. A template's error is the caller's to see."""
         tokenizer = await self.tokenizer()
         try:
-            ids = await asyncio.to_thread(lambda: tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **kwargs}))
+            return await asyncio.to_thread(lambda: tokenizer.render_chat(messages, **{"add_generation_prompt": True, **kwargs}))
         except RollsyncError:
             raise
         except Exception as error:  # templates are foreign code and raise anything
             raise BadRequest(f"messages could not be rendered: {type(error).__name__}: {error}", field="messages") from None
-        return tuple(ids)
 
-    async def sample_text(self, params: SamplingParams) -> SampleText:
-        return SampleText(await self.tokenizer(), hidden_stops=params.stop, include_stop=params.include_stop_str_in_output)
+    async def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """The ids of a chat."""
+        return await self.encode(await self.rendered(messages, kwargs))
+
+    async def sample_text(self, call: RolloutCall, params: SamplingParams) -> SampleText:
+        """For one sample of `call`."""
+        return SampleText(
+            await self.tokenizer(),
+            call.skip_special_tokens,
+            hidden_stops=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            spaces=call.spaces_between_special_tokens,
+        )
+
+    async def decode(self, ids: tuple[int, ...], skip_special_tokens: bool, spaces: bool) -> str:
+        tokenizer = await self.tokenizer()
+        return await asyncio.to_thread(lambda: SampleText(tokenizer, skip_special_tokens, spaces=spaces).finish(list(ids), None))
 
     async def extend(self, text: SampleText, ids: list[int], final: dict[str, Any] | None) -> str:
         """What `ids` add to a sample's text; `final` is the sample's final output if these are its last. Never raises."""
@@ -86,11 +103,17 @@ class SampleText:
         tokenizer: of the ids pushed.
         skip_special_tokens: leave special tokens out of the text. They still count where stop strings are looked for.
         hidden_stops: stop strings that the text must not end with.
+        spaces: put a space between a special token that is shown and what stands beside it.
         include_stop: end the text with the stop string instead, and hide only what its last token holds behind it.
     """
 
     def __init__(
-        self, tokenizer: Any, skip_special_tokens: bool = True, hidden_stops: tuple[str, ...] = (), include_stop: bool = False
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = True,
+        hidden_stops: tuple[str, ...] = (),
+        include_stop: bool = False,
+        spaces: bool = False,
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._shown = IncrementalDecoder(tokenizer, skip_special_tokens)
@@ -99,6 +122,9 @@ class SampleText:
         self._include_stop = include_stop
         self._held: list[tuple[str, str]] = []
         """text per token that may yet be cut: (with special tokens, as shown)"""
+        self._spaces = spaces
+        self._last = ""
+        """"special" or "plain": what the text ends with"""
         self._untouched = True
         self.text = ""
         """all that was given out"""
@@ -109,8 +135,8 @@ class SampleText:
         """The text that is settled with these tokens, which do not end the sample."""
         self._untouched = False
         if self._full is None:
-            return self._out("".join([self._shown.push(i) for i in ids]))
-        self._held += [(self._full.push(i), self._shown.push(i)) for i in ids]
+            return self._out("".join([self._push(i) for i in ids]))
+        self._held += [(self._full.push(i), self._push(i)) for i in ids]
         settled, behind = len(self._held), 0
         while settled and behind < self._keep:
             settled -= 1
@@ -120,15 +146,22 @@ class SampleText:
     def finish(self, ids: list[int], stop_reason: int | str | None) -> str:
         """The text of the last tokens, without the stop string that ended the sample and what its last token holds behind it."""
         if self._full is None:
-            if self._untouched:
+            if self._untouched and not self._spaces:
                 return self._out(self._tokenizer.decode(ids, skip_special_tokens=self._skip))
-            return self._out("".join([self._shown.push(i) for i in ids]) + self._shown.finish())
-        self._held += [(self._full.push(i), self._shown.push(i)) for i in ids]
+            return self._out("".join([self._push(i) for i in ids]) + self._shown.finish())
+        self._held += [(self._full.push(i), self._push(i)) for i in ids]
         rest = (self._full.finish(), self._shown.finish())
         if ids and isinstance(stop_reason, str):
             return self._cut(stop_reason)
         self._held.append(rest)
         return self._release(len(self._held))
+
+    def _push(self, token: int) -> str:
+        shown = self._shown.push(token)
+        if not self._spaces or not shown:
+            return shown
+        before, self._last = self._last, "special" if token in self._tokenizer.special_ids else "plain"
+        return f" {shown}" if before and "special" in (before, self._last) else shown
 
     def _release(self, count: int) -> str:
         ready, self._held = self._held[:count], self._held[count:]

@@ -19,7 +19,7 @@ from ..wire import COLUMNS, pack_array, unpack_array
 from .checks import check_vocabulary
 from .engine_client import Output
 from .mailbox import TOKEN_COLUMNS, Mailbox, output_from
-from .protocol import PromptSpec, RolloutCall
+from .protocol import Naming, PromptSpec, RolloutCall
 from .text import SampleText
 
 if TYPE_CHECKING:
@@ -56,18 +56,16 @@ def _aborted_output(request: RolloutRequest, index: int, reason: str) -> Output:
     return {"request_id": request.request_id, "sample_index": index, **empty, **ends}
 
 
-def name_prompt(error: RollsyncError, i: int) -> RollsyncError:
+def name_prompt(error: RollsyncError, i: int, naming: Naming) -> RollsyncError:
     """The same error with the engine's field names as the caller wrote them."""
-    if not isinstance(error, BadRequest) or (error.field or "").startswith("prompts["):
+    if not isinstance(error, BadRequest) or (error.field or "").startswith(f"{naming.items}["):
         return error
-
-    def path(name: str) -> str:
-        return f"prompts[{i}]." + ("token_ids" + name.removeprefix("prompt_token_ids") if name.startswith("prompt_token_ids") else name)
-
     field, message = error.field, str(error)
     if field is None:
-        return type(error)(f"prompts[{i}]: {message}", field=f"prompts[{i}]")
-    return type(error)(path(message) if message.startswith(field) else f"{path(field)}: {message}", field=path(field))
+        return type(error)(f"{naming.path(i)}: {message}", field=naming.path(i))
+    return type(error)(
+        naming.path(i, message) if message.startswith(field) else f"{naming.path(i, field)}: {message}", field=naming.path(i, field)
+    )
 
 
 class Ticket:
@@ -173,8 +171,9 @@ class Ticket:
     async def _submit(self, i: int, prompt: PromptSpec) -> None:
         ids = await self._ids(i, prompt)
         vocabulary = self._engine.snapshot.info.get("embed_size")
-        for name, given in (("token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", prompt.forced_token_ids)):
-            check_vocabulary(f"prompts[{i}].{name}", given, vocabulary)
+        forced = prompt.forced_token_ids if prompt.continuation is None else await self._service.text.encode(prompt.continuation)
+        for name, given in (("prompt_token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", forced)):
+            check_vocabulary(self.call.naming.path(i, name), given, vocabulary)
         key = (ids, prompt.params.seed)
         request_id = f"{self.key}/{i}"
         request = RolloutRequest(
@@ -183,7 +182,9 @@ class Ticket:
             params=prompt.params,
             first_sample=self._counts[key] if prompt.first_sample is None else prompt.first_sample,
             continue_from=prompt.continue_from,
-            forced_token_ids=prompt.forced_token_ids,
+            forced_token_ids=forced,
+            score_only=prompt.score_only,
+            prompt_logprobs_start=prompt.prompt_logprobs_start,
             include=tuple(name for name in self.call.include if name != "text"),
             group=self.call.group,
             session=self.call.session,
@@ -208,7 +209,8 @@ class Ticket:
         else:
             ids = prompt.ids or ()
         if not ids:
-            raise BadRequest(f"prompts[{i}] must hold at least one token, got none", field=f"prompts[{i}]")
+            path = self.call.naming.path(i)
+            raise BadRequest(f"{path} must hold at least one token, got none", field=path)
         return ids
 
     def _deliver(self, request_id: str, item: Output | RollsyncError) -> None:
@@ -236,11 +238,11 @@ class Ticket:
             i, item, sent = await self._mailbox.get()
             if isinstance(item, RollsyncError):
                 total -= left[i]
-                yield i, name_prompt(item, i)
+                yield i, name_prompt(item, i, self.call.naming)
                 continue
             key = (i, item["sample_index"])
             if wants_text and key not in texts:
-                texts[key] = await self._service.text.sample_text(self.call.prompts[i].params)
+                texts[key] = await self._service.text.sample_text(self.call, self.call.prompts[i].params)
             text = texts.get(key)
             if self.stream == "tokens":
                 delta = await self._delta(item, sent, text)
@@ -251,6 +253,8 @@ class Ticket:
             left[i] -= 1
             total -= 1
             sample = sample_to_reply(item)
+            if "prompt_logprobs" in sample:
+                sample["prompt_logprobs_start"] = self.call.prompts[i].prompt_logprobs_start
             if text is not None:
                 if self.stream != "tokens":
                     await self._service.text.extend(text, unpack_array(item["token_ids"]), item)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 from rollsync import Engine, RolloutClient, RolloutRequest, SampleOutput, SamplingParams
 from rollsync.rollout.cli import main
+from rollsync.rollout.wire import unpack_array
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,6 +31,7 @@ CONFIG = {
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 FLAGS = ("--load-format", "dummy", "--num-blocks", "64", "--block-tokens", "4", "--kernels", "reference", "--threads", "1")
 PARAMS = SamplingParams(n=3, seed=11, max_tokens=12, temperature=0.8)
+SCORED = ("model_logprobs", "temperature_logprobs")
 COLUMNS = ("model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
 
 
@@ -61,6 +64,13 @@ def real(folder: Path, serving: Any) -> Iterator[Any]:
 def in_process(folder: Path) -> Iterator[Engine]:
     with Engine(str(folder), load_format="dummy", num_blocks=64, block_tokens=4, kernels="reference", threads=1) as engine:
         yield engine
+
+
+def plain(value: Any) -> Any:
+    """msgpack's arrays as lists."""
+    if isinstance(value, dict):
+        return unpack_array(value) if value.keys() == {"dtype", "shape", "data"} else {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
 
 
 def run(engine: Engine, ids: list[int], include: tuple[str, ...] = ()) -> list[SampleOutput]:
@@ -154,6 +164,87 @@ def test_ids_outside_the_vocabulary_fail_their_own_item(real: Any) -> None:
         answer = httpx.post(f"{real.url}/v1/rollouts", json={"prompts": [{"token_ids": [5]}], "sampling_params": params})
         error = answer.json()["error"]
         assert answer.status_code == 400 and field in error["field"] and field in error["message"]
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_given_continuations_get_the_bits_of_sampling(real: Any, binary: bool) -> None:
+    sampled = {"temperature": 0.8, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    with RolloutClient(real.url) as client:
+        rolled = client.rollouts(["hello", [7]], sampling_params=sampled, include=SCORED).results
+    prompts = [{"text": "hello"}, {"token_ids": [7]}]
+    good = [
+        {"prompt": p, "continuation": {"token_ids": r.samples[0].token_ids}} for p, r in zip(prompts, rolled, strict=True)
+    ]
+    bad = [
+        {"prompt": {"token_ids": [320]}, "continuation": {"token_ids": [1]}},
+        {"prompt": {"token_ids": [1]}, "continuation": {"token_ids": [1, 999]}},
+        {"prompt": {"token_ids": []}, "continuation": {"text": "a"}},
+        {"prompt": {"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": 1}}, "continuation": {"text": "a"}},
+        {"prompt": {"token_ids": [1] * 100}, "continuation": {"token_ids": [2] * 100}},
+    ]
+    headers = {"Accept": "application/msgpack" if binary else "application/json"}
+    answer = httpx.post(f"{real.url}/v1/logprobs", json={"items": [*good, *bad], "temperature": 0.8}, headers=headers)
+    body = plain(msgpack.unpackb(answer.content)) if binary else answer.json()
+    assert answer.status_code == 200
+    for result, wanted in zip(body["results"], rolled, strict=False):
+        (sample,) = wanted.samples
+        assert result["prompt_token_ids"] == wanted.prompt_token_ids and result["token_ids"] == sample.token_ids
+        assert all(result[name] == getattr(sample, name) for name in SCORED)
+    fields = [r["error"].get("field") for r in body["results"][2:]]
+    where = ["prompt.token_ids[0]", "continuation.token_ids[1]", "", "prompt.messages", "continuation.token_ids"]
+    assert fields == [f"items[{i}].{name}".rstrip(".") for i, name in enumerate(where, 2)]
+    plainly = httpx.post(f"{real.url}/v1/logprobs", json={"items": good[:1]}).json()["results"][0]
+    assert "temperature_logprobs" not in plainly and plainly["model_logprobs"] == rolled[0].samples[0].model_logprobs
+
+
+def test_text_to_ids_and_back(real: Any, in_process: Engine) -> None:
+    tokenizer = in_process.tokenizer
+
+    def post(path: str, body: Any) -> Any:
+        return httpx.post(f"{real.url}/v1/{path}", json=body).json()
+
+    chat = {"messages": [{"role": "user", "content": "hé"}]}
+    ids = post("tokenize", {"text": "hello <s>wörld"})["token_ids"]
+    assert ids == tokenizer.encode("hello <s>wörld") and 1 in ids
+    assert post("detokenize", {"token_ids": ids})["text"] == "hello wörld"
+    shown = {"token_ids": ids, "skip_special_tokens": False}
+    assert post("detokenize", shown)["text"] == "hello <s>wörld"
+    assert post("detokenize", {**shown, "spaces_between_special_tokens": True})["text"] == "hello  <s> wörld"
+    rendered = {"text": "user:hé;a:", "token_ids": tokenizer.encode("user:hé;a:")}
+    assert post("render", chat) == rendered and post("tokenize", chat) == {"token_ids": rendered["token_ids"]}
+    both = post("detokenize", {"items": [{"token_ids": ids}, {"token_ids": [-1]}, {"token_ids": []}]})["results"]
+    assert [(r["item_index"], r.get("text"), r.get("error", {}).get("field")) for r in both] == [
+        (0, "hello wörld", None),
+        (1, None, "items[1].token_ids[0]"),
+        (2, "", None),
+    ]
+    assert post("render", {"items": [chat, chat]})["results"][1] == {"item_index": 1, **rendered}
+    assert "exactly one" in post("tokenize", {"text": "a", **chat})["error"]["message"]
+    assert "stands alone" in post("tokenize", {"text": "a", "items": [{"text": "a"}]})["error"]["message"]
+
+
+def test_text_options_change_no_id(real: Any) -> None:
+    asked = {"prompts": [{"token_ids": [5], "forced_token_ids": [260, 1, 261]}], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+    found = {}
+    for skip in (True, False):
+        for spaces in (True, False):
+            body = {**asked, "include": ["text"], "skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
+            sample = httpx.post(f"{real.url}/v1/rollouts", json=body).json()["results"][0]["samples"][0]
+            assert sample["token_ids"] == [260, 1, 261]
+            found[skip, spaces] = sample["text"]
+    assert found[True, True] == found[True, False] and found[False, True].replace(" ", "") == found[False, False].replace(" ", "")
+    assert "<s>" not in found[True, False] and "<s>" in found[False, False] and " <s> " in found[False, True]
+
+
+def test_prompt_logprobs_from_an_offset(real: Any) -> None:
+    prompt = {"token_ids": list(range(5, 15))}
+    call = {"prompts": [{**prompt, "prompt_logprobs_start": s} for s in (0, 3, 9, 10, 11)], "include": ["prompt_logprobs"]}
+    results = httpx.post(f"{real.url}/v1/rollouts", json={**call, "sampling_params": {"max_tokens": 1}}).json()["results"]
+    whole = results[0]["samples"][0]["prompt_logprobs"]
+    for result, start in zip(results, (0, 3, 9, 10), strict=False):
+        sample = result["samples"][0]
+        assert (sample["prompt_logprobs"], sample["prompt_logprobs_start"]) == (whole[start:], start)
+    assert results[4]["error"]["field"] == "prompts[4].prompt_logprobs_start"
 
 
 def test_the_front_holds_a_tokenizer_but_no_torch(real: Any) -> None:
