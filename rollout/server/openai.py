@@ -23,6 +23,7 @@ from .protocol import PromptSpec, RolloutCall
 from .replies import ClientGone, encode, frame, read_body, reply, until_disconnect, wants_msgpack
 from .rollouts import RolloutService, Ticket
 from .schemas import JSON, SSE, route
+from .text import INLINE_TOKENS
 
 router = APIRouter()
 
@@ -134,7 +135,9 @@ class Call:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         async for i, item in self._samples():
-            for chunk in self.reply.chunks(i, item):
+            few = item["token_ids"]["shape"][0] <= INLINE_TOKENS
+            made = self.reply.chunks(i, item)
+            for chunk in made if few else await asyncio.to_thread(list, made):
                 yield chunk
         if self.request.include_usage:
             yield self.reply.last_chunk()
@@ -207,7 +210,10 @@ async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Re
 async def completions(request: Request) -> Response:
     """OpenAI's completions, from text or ids.
 
-    One prompt that cannot be served fails the call, since OpenAI's reply has no place for its error; `POST /v1/rollouts` has.
+    One prompt that cannot be served fails the call, since OpenAI's reply has no place for its error; `POST /v1/rollouts` has. So
+    does a choice that fails; in a stream that is an event with "error", and the end. Choices that were aborted have
+    finish_reason "abort". Logprobs are those of the distribution drawn from, at temperature 0 those at temperature 1; a prompt's, with
+    echo, are the model's own, without alternatives. A stream ends with `data: [DONE]`.
     """
     return await _answer(request, parse_completion)
 
@@ -217,7 +223,10 @@ async def completions(request: Request) -> Response:
     openapi_extra=route("OpenAI", takes="Chat", gives="ChatReply", events="ChatChunk", errors=ERRORS, error="OpenAIError"),
 )
 async def chat_completions(request: Request) -> Response:
-    """OpenAI's chat completions. The model's template renders the messages; tool calls are not parsed out of the text."""
+    """OpenAI's chat completions. The model's template renders the messages; tool calls are not parsed out of the text.
+
+    Tools are given to the template. Failures, aborts, logprobs and streams are as for completions.
+    """
     return await _answer(request, parse_chat)
 
 

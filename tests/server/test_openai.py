@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 from rollsync import RolloutClient
+from rollsync.rollout.wire import MSGPACK, pack_array
 
 openai = pytest.importorskip("openai")
 
@@ -108,7 +113,7 @@ def test_completions_are_the_native_samples(real: Any, ai: Any, tokenizer: Any) 
         assert choice.finish_reason == sample.finish_reason and choice.weight_versions == sample.weight_versions
     assert [c.prompt_token_ids for c in reply.choices[1:3]] == [IDS, [7]]
     assert reply.usage.prompt_tokens == 11 and reply.usage.completion_tokens == sum(len(s.token_ids) for s in native)
-    assert reply.usage.prompt_tokens_details.cached_tokens <= 11
+    assert reply.usage.prompt_tokens_details.cached_tokens == 8  # a whole block of each of the two equal prompts
     with RolloutClient(real.url) as client:
         assert reply.system_fingerprint == client.version()["fingerprint"]
     assert (reply.object, reply.model, reply.id[:5]) == ("text_completion", "nice", "cmpl-")
@@ -385,10 +390,23 @@ def test_a_model_without_tokenizer_serves_ids(fake: Any) -> None:
         fake.completions.create(model="fake", prompt=[249])
 
 
-def test_keys_and_a_dead_engine(serving: Any, until: Until) -> None:
-    import os
-    import signal
+def test_msgpack_in_and_out(server: Any) -> None:
+    ids = pack_array("<i4", [249])
+    asked = {"prompt": ids, "max_tokens": 3, "detokenize": False, "return_token_ids": True}
+    headers = {"Content-Type": MSGPACK}
+    whole = httpx.post(f"{server.url}/v1/completions", content=msgpack.packb(asked), headers=headers)
+    assert msgpack.unpackb(whole.content)["choices"][0]["token_ids"] == [249, 0, 7]
+    data = httpx.post(f"{server.url}/v1/completions", content=msgpack.packb({**asked, "stream": True}), headers=headers).content
+    chunks = []
+    while data:
+        (size,) = struct.unpack("<I", data[:4])
+        chunks.append(msgpack.unpackb(data[4 : 4 + size]))
+        data = data[4 + size :]
+    assert [t for c in chunks for t in c["choices"][0]["token_ids"]] == [249, 0, 7]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
+
+def test_keys_and_a_dead_engine(serving: Any, until: Until) -> None:
     with serving("--api-key", "secret") as server:
         asked = {"model": "fake", "prompt": [1], "extra_body": {"detokenize": False}}
         with pytest.raises(openai.AuthenticationError):
