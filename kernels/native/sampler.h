@@ -48,9 +48,15 @@ inline float adjusted(float x, const Adjust& a) {
 
 // Ids that a row's list does not allow drop to -inf.
 inline void keep_allowed(float* z, int padded, const uint32_t* words, int64_t num_words) {
+  const float low = -__builtin_inff();
   for (int j = 0; j < padded; j += 32) {
     uint32_t word = j / 32 < num_words ? words[j / 32] : 0;
-    for (uint32_t out = ~word; out; out &= out - 1) z[j + __builtin_ctz(out)] = -__builtin_inff();
+    if (word == 0) {
+      store(z + j, bc(low));
+      store(z + j + 16, bc(low));
+    } else {
+      for (uint32_t out = ~word; out; out &= out - 1) z[j + __builtin_ctz(out)] = low;
+    }
   }
 }
 

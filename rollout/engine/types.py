@@ -154,7 +154,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
     """added to the logits of ids; keys are ids (ints, or decimal strings as JSON has them), values numbers in [-100, 100]"""
     allowed_token_ids: tuple[int, ...] | None = None
-    """the only ids that may be drawn, EOS ids too; None allows all"""
+    """the only ids that may be drawn, EOS ids too; None allows all. With min_tokens, one of them at least must not end a sample"""
     top_logprobs: int = 0
     """report this many of the likeliest ids at each output token, with their logprobs, from the distribution drawn from (temperature 0:
     from the one at temperature 1, nothing truncated); 0 to 20"""

@@ -32,7 +32,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 1.2, "top_k": 40, "min_p": 0.01},
+    {"temperature": 1.2, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
 )
 
 Outputs = dict[str, SampleOutput]

@@ -233,7 +233,7 @@ def test_reported_ids() -> None:
 
 def test_nothing_left_to_draw_is_reported() -> None:
     got = draw(torch.zeros(3, 6), allowed=[[1], [1], None], banned=[[1], [2], []], top_n=np.full(3, 2, np.uint8))
-    assert got.nonfinite.tolist() == [True, False, False] and got.top_id.tolist() == [[-1, -1], [1, -1], [0, 1]]
+    assert got.nonfinite.tolist() == [2, 0, 0] and got.top_id.tolist() == [[-1, -1], [1, -1], [0, 1]]
 
 
 def test_minus_infinity_has_no_mass() -> None:
