@@ -1,13 +1,10 @@
 """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): random bits as a function of where they are used.
 
 No state and no seeding: the bits of a token follow from (seed, sample index, position) alone, so they do not depend on the
-batch, on preemption, or on which replica draws. Python integers and numpy; no torch.
+batch, on preemption, or on which replica draws. Python integers alone.
 """
 
 from __future__ import annotations
-
-import numpy as np
-import numpy.typing as npt
 
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -15,7 +12,6 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _U32 = 0xFFFFFFFF
 
 Words = tuple[int, int, int, int]
-U64Array = npt.NDArray[np.uint64]
 
 
 def philox4x32(key: tuple[int, int], counter: Words) -> Words:
@@ -46,26 +42,3 @@ def draw64(seed: int, sample_index: int, position: int) -> int:
         raise ValueError(f"seed must be in [0, 2**64), got {seed}")
     out = philox4x32((seed & _U32, seed >> 32), (position, 0, sample_index, 0))
     return out[0] | out[1] << 32
-
-
-def draw64_rows(seed: npt.ArrayLike, sample_index: npt.ArrayLike, position: npt.ArrayLike) -> U64Array:
-    """`draw64` for many tokens at once; the arguments broadcast against each other.
-
-    Returns:
-        uint64 array of the broadcast shape.
-    """
-    mask, shift = np.uint64(_U32), np.uint64(32)
-    multipliers, weyl = tuple(map(np.uint64, _MULTIPLIERS)), tuple(map(np.uint64, _WEYL))
-    columns = (np.asarray(column, dtype=np.uint64) for column in (seed, sample_index, position))
-    seeds, c2, c0 = (np.array(column, ndmin=1) for column in np.broadcast_arrays(*columns))
-    shape = np.broadcast_shapes(np.shape(seed), np.shape(sample_index), np.shape(position))
-    if (c0 > mask).any() or (c2 > mask).any():
-        raise ValueError("sample_index and position must be in [0, 2**32)")
-    k0, k1 = seeds & mask, seeds >> shift
-    c1, c3 = np.zeros_like(c0), np.zeros_like(c0)
-    for _ in range(ROUNDS):
-        p0, p1 = multipliers[0] * c0, multipliers[1] * c2
-        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & mask, (p0 >> shift) ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + weyl[0]) & mask, (k1 + weyl[1]) & mask
-    drawn: npt.NDArray[np.uint64] = (c0 | c1 << shift).reshape(shape)
-    return drawn

@@ -23,7 +23,13 @@ PAIRED = 0.75
 LOUDNESS = 2.0**18
 """size of cancelling weights; times a float32's rounding error, about 0.05"""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 
 def tiny_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def write_model(
 
     Args:
         folder: made if it is not there.
-        family: "llama" or "qwen2".
+        family: of ARCHITECTURES.
         seed: of the weights.
         nan_token: a token id whose embedding is NaN.
         changes: to the values of `tiny_config`.

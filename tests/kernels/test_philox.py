@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from rollsync.kernels import philox
 
@@ -26,17 +25,6 @@ def test_published_vectors(counter: philox.Words, key: tuple[int, int], output: 
 def test_draw_uses_the_documented_key_and_counter() -> None:
     out = philox.philox4x32((0x89ABCDEF, 0x01234567), (77, 0, 5, 0))
     assert philox.draw64(0x0123456789ABCDEF, 5, 77) == out[0] + (out[1] << 32)
-
-
-def test_rows_equal_single_draws() -> None:
-    rng = np.random.default_rng(0)
-    seed = rng.integers(0, 2**64, 200, dtype=np.uint64)
-    sample, position = rng.integers(0, 2**32, 200, dtype=np.uint32), rng.integers(0, 2**32, 200, dtype=np.uint32)
-    seed[0], sample[0], position[0] = 2**64 - 1, ONES, ONES
-    want = [philox.draw64(int(s), int(i), int(p)) for s, i, p in zip(seed, sample, position, strict=True)]
-    assert philox.draw64_rows(seed, sample, position).tolist() == want
-    assert philox.draw64_rows(3, 0, np.arange(4)).tolist() == [philox.draw64(3, 0, p) for p in range(4)]
-    assert philox.draw64_rows(3, 1, 2).shape == ()
 
 
 def test_streams_do_not_meet() -> None:
