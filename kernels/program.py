@@ -39,7 +39,7 @@ class HeadNorm(NamedTuple):
 
     q: str
     k: str
-    norm: Norm
+    kind: Norm
 
 
 class Program(Protocol):
@@ -63,7 +63,7 @@ class Program(Protocol):
     def linear_gated(self, x: Any, weight: str, activation: str) -> Any:
         """activation(gate) * up of a fused gate_up weight; one of ACTIVATIONS."""
 
-    def rope_store(self, qkv: Any, layer: int, *, table: int = 0, norm: HeadNorm | None = None) -> None:
+    def rope_store(self, qkv: Any, layer: int, *, table: int = 0, head_norm: HeadNorm | None = None) -> None:
         """Norm (if asked for) and rotate q and k in place, by the rotary table of that index; store k and v in the layer's pages."""
 
     def attention(self, qkv: Any, layer: int, scale: float, *, window: int = 0, softcap: float = 0.0) -> Any:
@@ -201,10 +201,10 @@ class NativeProgram:
         n, k = self._shape(weight)
         self._op(nl.OP_LINEAR, w=self._weights.index[weight], n=n, k=k, in_=x.address, **fields)
 
-    def rope_store(self, qkv: _Buffer, layer: int, *, table: int = 0, norm: HeadNorm | None = None) -> None:
+    def rope_store(self, qkv: _Buffer, layer: int, *, table: int = 0, head_norm: HeadNorm | None = None) -> None:
         index, fields = self._weights.index, self._head_fields()
-        if norm is not None:
-            fields |= {"w": index[norm.q], "w2": index[norm.k], "eps": norm.norm.eps, "one_plus": norm.norm.one_plus}
+        if head_norm is not None:
+            fields |= {"w": index[head_norm.q], "w2": index[head_norm.k], **head_norm.kind._asdict()}
         cos, sin = (column.data_ptr() for column in self._ropes[table])
         self._op(nl.OP_ROPE_STORE, in_=qkv.address, ld_in=qkv.ld, cos=cos, sin=sin, layer=layer, **fields)
 

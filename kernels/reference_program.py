@@ -104,15 +104,15 @@ class ReferenceProgram:
         size = self._kv.layout.block_tokens
         return torch.from_numpy(self._a["tables"])[slots, positions // size].long(), positions % size
 
-    def rope_store(self, qkv: _Value, layer: int, *, table: int = 0, norm: HeadNorm | None = None) -> None:
+    def rope_store(self, qkv: _Value, layer: int, *, table: int = 0, head_norm: HeadNorm | None = None) -> None:
         def store() -> None:
             q, k, v = self._split(qkv.tensor)
             positions = self._tokens("positions")
             cos, sin = (column[positions] for column in self._ropes[table])
-            if norm is None:
+            if head_norm is None:
                 q, k = ref.rope(q, cos, sin), ref.rope(k, cos, sin)
             else:
-                q, k = (ref.rope(x, cos, sin, self._w[w], *norm.norm) for x, w in ((q, norm.q), (k, norm.k)))
+                q, k = (ref.rope(x, cos, sin, self._w[w], *head_norm.kind) for x, w in ((q, head_norm.q), (k, head_norm.k)))
             qkv.tensor = torch.cat([q, k, v], dim=1).flatten(1)
             blocks, offsets = self._cells(self._tokens("token_slot"), positions)
             self._kv.k[blocks, layer, offsets] = k

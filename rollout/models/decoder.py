@@ -30,33 +30,36 @@ def record(program: Program, cfg: DecoderConfig, *, float32_logits: bool = False
 
     With `float32_logits` the head's sums are not rounded to the model's dtype.
     """
-    norm = Norm(cfg.rms_norm_eps, cfg.norm_one_plus)
-    add = _add_normed if cfg.post_norms else _add
+    norm = _norm(cfg)
     x = program.embed("embed", cfg.embed_scale)
     for i in range(cfg.num_layers):
         layer = f"layers.{i}."
         h = program.rmsnorm(x, layer + "attn_norm", norm)
-        add(program, x, _attention(program, cfg, i, h), layer + "attn_out", layer + "attn_post_norm", norm)
+        _add_branch(program, cfg, x, _attention(program, cfg, i, h), layer + "attn_out", layer + "attn_post_norm")
         h = program.rmsnorm(x, layer + "mlp_norm", norm)
         h = program.linear_gated(h, layer + "gate_up", cfg.activation)
-        add(program, x, h, layer + "mlp_down", layer + "mlp_post_norm", norm)
+        _add_branch(program, cfg, x, h, layer + "mlp_down", layer + "mlp_post_norm")
     h = program.rmsnorm(x, "final_norm", norm, logits_rows=True)
     head = "embed" if cfg.tie_word_embeddings else "head"
     program.logits_and_sample(h, head, softcap=cfg.logits_softcap, float32=float32_logits)
 
 
+def _norm(cfg: DecoderConfig) -> Norm:
+    return Norm(cfg.rms_norm_eps, cfg.norm_one_plus)
+
+
 def _attention(program: Program, cfg: DecoderConfig, i: int, h: Any) -> Any:
     layer, window = f"layers.{i}.", cfg.windows[i] if cfg.windows else 0
-    head_norm = HeadNorm(layer + "q_norm", layer + "k_norm", Norm(cfg.rms_norm_eps, cfg.norm_one_plus)) if cfg.qk_norm else None
     qkv = program.linear(h, layer + "qkv", layer + "qkv_bias" if cfg.qkv_bias else None)
-    program.rope_store(qkv, i, table=1 if cfg.local_rope_theta and window else 0, norm=head_norm)
+    head_norm = HeadNorm(layer + "q_norm", layer + "k_norm", _norm(cfg)) if cfg.qk_norm else None
+    program.rope_store(qkv, i, table=1 if cfg.local_rope_theta and window else 0, head_norm=head_norm)
     scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
     return program.attention(qkv, i, scale, window=window, softcap=cfg.attention_softcap)
 
 
-def _add(program: Program, x: Any, branch: Any, weight: str, post_norm: str, norm: Norm) -> None:
-    program.add_linear(x, branch, weight)
-
-
-def _add_normed(program: Program, x: Any, branch: Any, weight: str, post_norm: str, norm: Norm) -> None:
-    program.add_rmsnorm(x, program.linear(branch, weight, row_parallel=True), post_norm, norm)
+def _add_branch(program: Program, cfg: DecoderConfig, x: Any, branch: Any, weight: str, post_norm: str) -> None:
+    """x += linear(branch), through a norm of its own where the model has one."""
+    if cfg.post_norms:
+        program.add_rmsnorm(x, program.linear(branch, weight, row_parallel=True), post_norm, _norm(cfg))
+    else:
+        program.add_linear(x, branch, weight)

@@ -1,4 +1,4 @@
-"""The promise for what only some families compute: head norms, windows that differ from layer to layer, soft caps, norms behind branches."""
+"""The promise for what only some families compute: head norms, windows that differ by layer, soft caps, norms behind branches."""
 
 from __future__ import annotations
 
