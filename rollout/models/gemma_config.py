@@ -21,14 +21,14 @@ def parse_gemma(config: ConfigReader, family: str, hidden_size: int) -> dict[str
         scaling, theta, local_theta = _parse_two_ropes(config)
     else:
         (scaling, theta), local_theta = parse_rope(config), 0.0
-    caps = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
+    attention_cap = _cap(config, "attn_logit_softcapping", 50.0) if family == "gemma2" else 0.0  # Gemma3Attention never reads it
     return {
         "rope_scaling": scaling,
         "rope_theta": theta,
         "local_rope_theta": local_theta,
         "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        "attention_softcap": _cap(config, "attn_logit_softcapping", caps[0]),
-        "logits_softcap": _cap(config, "final_logit_softcapping", caps[1]),
+        "attention_softcap": attention_cap,
+        "logits_softcap": _cap(config, "final_logit_softcapping", 30.0 if family == "gemma2" else 0.0),
         "activation": "gelu_tanh",
         "embed_scale": hidden_size**0.5,
         "norm_one_plus": True,

@@ -12,9 +12,11 @@ from rollsync.rollout.selftest.model import write_model
 
 WINDOW = 10
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3, "sliding_window": WINDOW}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA = {**LAYERS, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**LAYERS, "use_sliding_window": True}),
+    "gemma2": ("gemma2", {**GEMMA, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3", {**GEMMA, "query_pre_attn_scalar": 20, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
 }
 # Longer than the window by more than a block of keys, opening alike, several samples each: pages are shared inside and outside of windows.
 REQUESTS = [changed(r, n=3) for r in make_requests(3, max_tokens=6, shared=45, step=9)]
