@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
 import pytest
 from rollsync import AsyncRolloutClient
 from rollsync.rollout.errors import Overloaded
+from rollsync.rollout.wire import MSGPACK, pack_array
 
 Until = Callable[..., None]
 FOUR = json.dumps({"prompts": [{"token_ids": [1]}], "sampling_params": {"max_tokens": 4}}).encode()
@@ -88,3 +92,91 @@ def test_more_callers_than_files_are_all_answered(serving: Any, until: Until) ->
 def test_two_thousand_callers(serving: Any, until: Until, files: int) -> None:
     told = check_crowd(serving, until, files, 2000)
     assert told["answered"] >= min(2000, files - 96)
+
+
+QUICK = (
+    "from rollsync.rollout.server import connections, replies\n"
+    "connections.KEEP_ALIVE_S, connections.STALLED_READER_S, replies.BODY_GRACE_S, replies.BODY_BYTES_PER_S = 1, 2, 1, 10"
+)
+
+
+@pytest.fixture(scope="module")
+def quick(serving: Any) -> Iterator[Any]:
+    """A server whose patience is short."""
+    with serving(first=QUICK) as server:
+        yield server
+
+
+async def dribble(address: tuple[str, int], first: bytes, then: bytes = b"", pause_s: float = 0.0) -> bytes:
+    """Send `first` at once, then `then` byte by byte until the server has had enough; what it says."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(first)
+    said = asyncio.create_task(reader.read())
+    for i in range(len(then)):
+        if said.done():
+            break
+        writer.write(then[i : i + 1])
+        await asyncio.sleep(pause_s)
+    try:
+        return await said
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+def test_half_sent_requests_are_let_go_of(quick: Any, until: Until) -> None:
+    line = b"POST /v1/rollouts HTTP/1.1\r\nHost: localhost\r\n"
+
+    async def run() -> list[bytes]:
+        sends: list[tuple[Any, ...]] = [
+            (b"",),
+            (line,),
+            (line, b"X: y\r\n" * 99, 0.1),
+            (head(len(FOUR)) + FOUR[:9],),
+            (head(len(FOUR) + 99), FOUR + b" " * 99, 0.2),
+            (head(len(FOUR)), FOUR, 0.03),  # longer than the grace, but at a good pace
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",),
+        ]
+        return await asyncio.gather(*(dribble(quick.address, *send) for send in sends))
+
+    idle = quick.holds()
+    said = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [words.split(b" ")[1:2] for words in said] == [[], [], [], [b"408"], [b"408"], [b"200"], [b"200"]], said
+    assert b"body_too_slow" in said[3] and b"connection: close" in said[3].lower()
+    until(lambda: quick.holds() == idle, 5)
+
+
+def test_slow_readers_hold_up_nobody_and_are_let_go_of(quick: Any, until: Until) -> None:
+    """Replies of 2 MB and more that nobody takes, or a byte a second; the others are served all along."""
+    prompts = [{"token_ids": pack_array("<i4", [7] * 4000), "max_tokens": m} for m in [4, *[90] * 127]]
+
+    async def slow(stream: Any, takes: bool) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(quick.address)
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1)
+        body = msgpack.packb({"prompts": prompts, "stream": stream})
+        begin = f"POST /v1/rollouts HTTP/1.1\r\nHost: localhost\r\nContent-Type: {MSGPACK}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(begin.encode() + body)
+        with contextlib.suppress(ConnectionResetError):
+            while takes and await reader.read(1):
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(600)
+
+    async def run() -> None:
+        hows = [("samples", False), ("tokens", False), ("samples", True), (False, False)]
+        readers = [asyncio.create_task(slow(*how)) for how in hows]
+        async with AsyncRolloutClient(quick.url) as client:
+            while quick.holds()["front files"] < idle["front files"] + len(hows):
+                await asyncio.sleep(0.02)
+            while quick.holds()["front files"] > idle["front files"] + 1:  # the client's own; the slow ones are let go of
+                assert await client_call(client) == "answered"
+        for reader in readers:
+            reader.cancel()
+
+    until(lambda: quick.holds()["calls"] == 0)
+    idle = quick.holds()
+    asyncio.run(asyncio.wait_for(run(), 60))
+    until(lambda: quick.holds() == idle, 5)
+    assert quick.memory()["front"] < 150
