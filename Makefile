@@ -81,7 +81,9 @@ $(VENV)/.light: pyproject.toml setup.py | $(PY)
 
 # The kernels alone, after an edit. Quick when nothing changed.
 $(VENV)/.native: $(VENV)/.light $(KERNELS)
-	@$(PY) -W ignore setup.py --quiet build_ext --inplace 2>&1 | { grep -iE 'error|failed' || true; }
+	@set -o pipefail; $(PY) -W ignore setup.py --quiet build_ext --inplace 2>&1 | { grep -iE 'error|failed' || true; }
+	@if [[ $$(uname -m) == x86_64 && -n "$$(command -v c++ g++ clang++)" ]] && ! compgen -G 'kernels/native/*.so' >/dev/null; then \
+	  echo "no kernel compiles: see the errors above" >&2; exit 1; fi
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.light

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 COMMON = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-w"]
 AVX2 = ["-mavx2", "-mfma"]
@@ -35,4 +36,18 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(script_name="setup.py", ext_modules=extensions())  # the name keeps this file out of the package, whose folder it is in
+class BuildKernels(build_ext):  # type: ignore[misc]
+    """A kernel that does not compile leaves no older one behind that would run in its place."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception:
+            built = Path(self.get_ext_fullpath(ext.name))
+            for stale in (built, NATIVE / built.name):
+                stale.unlink(missing_ok=True)
+            raise
+
+
+# The script's name keeps this file out of the package, whose folder it is in.
+setup(script_name="setup.py", ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

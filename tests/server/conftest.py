@@ -78,7 +78,9 @@ class Server:
         return found
 
 
-def spawn(*flags: str, model: str = "fake", factory: str | None = FACTORY, first: str = "") -> subprocess.Popen[str]:
+def spawn(
+    *flags: str, model: str = "fake", factory: str | None = FACTORY, first: str = "", new_session: bool = False
+) -> subprocess.Popen[str]:
     """`rollsync serve`; `first` is Python that its front runs before."""
     main = "import sys; from rollsync.rollout.cli import main; sys.exit(main(sys.argv[1:]))"
     how = ["-c", f"{first}\n{main}"] if first else ["-m", "rollsync.rollout.cli"]
@@ -87,7 +89,8 @@ def spawn(*flags: str, model: str = "fake", factory: str | None = FACTORY, first
         command += ["--port", "0"]
     if factory:
         command += ["--engine-factory", factory]
-    return subprocess.Popen(command, env=child_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=child_env(), text=True, start_new_session=new_session, **pipes)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_a_killed_front_leaves_nothing(
         assert all(isinstance(e, ServerUnreachable) for e in got)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_everything(serving: Any, until: Until, alive: Alive, signum: int, code: int) -> None:
     with serving() as server:
         check_front(server)
@@ -137,6 +138,62 @@ def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def processes_naming(text: str, alive: Alive) -> list[int]:
+    """Whose command line holds `text`: an engine's names its socket folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if text.encode() in (entry / "cmdline").read_bytes() and alive(int(entry.name)):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+CODES = {signal.SIGTERM: {143, -15}, signal.SIGINT: {130, -2, 1}, signal.SIGKILL: {-9}}
+"""of a start that is interrupted: 128 + signal, or, before our code runs, what Python makes of the signal"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "has_child", "moment_s"),
+    [
+        (signal.SIGTERM, False, 0.0),
+        (signal.SIGTERM, False, 0.3),
+        (signal.SIGTERM, True, 0.0),
+        (signal.SIGINT, True, 0.05),
+        (signal.SIGKILL, True, 0.0),
+        (signal.SIGKILL, True, 0.1),
+        (signal.SIGKILL, True, 0.2),
+        *(pytest.param(s, child, 0.04 * k, marks=pytest.mark.slow) for s in CODES for child in (False, True) for k in range(10)),
+    ],
+)
+def test_an_end_at_any_moment_of_the_start_leaves_nothing(
+    spawn: Any, until: Until, alive: Alive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: int, has_child: bool, moment_s: float
+) -> None:
+    """Counted from the start, or from that of the engine process, when the socket folder is about to be made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process: subprocess.Popen[str] = spawn(model="fake-slow-load")
+    until(lambda: not has_child or processes_naming(str(tmp_path), alive), 60.0)
+    time.sleep(moment_s)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode in CODES[signum] and out == "", (process.returncode, out, err)
+    assert process.returncode in (-2, 1) or "Traceback" not in err, err
+    until(lambda: not processes_naming(str(tmp_path), alive) and not os.listdir(tmp_path), 5.0)
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_front_alone(serving: Any, until: Until, alive: Alive) -> None:
+    with serving(new_session=True) as server:
+        threads, got = waiters(server, until)
+        pid = server.engine_pid
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.process.wait(8) == 130 and not alive(pid)
+        for thread in threads:
+            thread.join(2.0)
+        assert len(got) == 3 and all(isinstance(e, EngineDead | ServerUnreachable) for e in got), got
 
 
 def test_a_load_that_fails_is_one_line_and_not_zero(spawn: Any) -> None:
