@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -247,3 +248,44 @@ def test_keys_hosts_and_sizes(serving: Any) -> None:
             assert (http.get("/nowhere", headers=key).status_code, http.get("/v1/rollouts", headers=key).status_code) == (404, 405)
         with RolloutClient(server.url, api_key="k") as client:
             assert client.rollouts([[1]], sampling_params={"max_tokens": 1}).usage["samples"] == 1
+
+
+IN_PROCESS = """
+import asyncio, sys
+sys.path.append(sys.argv[2])
+from fake_engine import build
+from rollsync import EngineConfig, RolloutRequest, SamplingParams
+from rollsync.rollout.engine.async_engine import AsyncEngine
+from scheduled_engine import build as build_scheduled
+LONG = RolloutRequest(request_id="r", prompt_token_ids=(1,), params=SamplingParams(max_tokens=4000, ignore_eos=True))
+
+async def main(how):
+    engine = AsyncEngine(lambda: {build}(EngineConfig(model="fake"), lambda *_: None))
+    await engine.wait_ready()
+    work = asyncio.create_task(engine.generate(LONG))
+    await asyncio.sleep(0.1)
+    assert engine.heartbeat.steps and not work.done()
+    print("working", flush=True)
+    if how == "raise":
+        raise SystemExit(7)
+    if how == "wait":
+        await work
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("build", ["build", "build_scheduled"])
+def test_an_interpreter_ends_with_work_in_flight(build: str) -> None:
+    """By returning, by SystemExit, by Ctrl-C: no hang, and the status it would have without us."""
+    for how, code in (("return", 0), ("raise", 7), ("wait", -signal.SIGINT)):
+        command = [sys.executable, "-c", IN_PROCESS.replace("{build}", build), how, str(Path(__file__).parent)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "working\n"
+            if how == "wait":
+                process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=10)
+            assert process.returncode == code, (how, err)
+        finally:
+            process.kill()

@@ -1,0 +1,96 @@
+"""Who may call: keys on every route there is, and the Host and Origin that a web page cannot send."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+from fastapi.routing import APIRoute
+from rollsync.rollout.errors import Forbidden
+from rollsync.rollout.server import app
+from rollsync.rollout.server.guard import OPEN_PATHS, Access, check, is_control
+from rollsync.rollout.wire import MSGPACK
+
+KEY, CONTROL = {"Authorization": "Bearer k\N{LATIN SMALL LETTER E WITH ACUTE}y"}, {"Authorization": "bearer  c"}
+ROUTES = [(m, r.path) for each in app.ROUTERS for r in each.routes if isinstance(r, APIRoute) for m in sorted(r.methods)]
+OTHERS = [("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/docs"), ("OPTIONS", "/v1/rollouts"), ("POST", "/v1/rollouts/")]
+DISGUISED = ["/v1/engine/%61bort", "/v1/engine/abort/", "/v1/engine/abort?x=/health", "/v1/engine/../engine/abort", "/v1/engine/new"]
+
+
+@pytest.fixture(scope="module")
+def locked(serving: Any) -> Iterator[httpx.Client]:
+    key = KEY["Authorization"].removeprefix("Bearer ")
+    with serving("--api-key", key, "--control-token", "c") as server, httpx.Client(base_url=server.url) as http:
+        yield http
+
+
+def ask(http: httpx.Client, method: str, path: str, headers: dict[str, str], accept: str = "application/json") -> httpx.Response:
+    given = {k: v.encode() for k, v in headers.items()}
+    return http.request(method, re.sub(r"\{[^}]*\}", "x", path), headers={"Accept": accept, **given})
+
+
+def test_no_route_answers_without_its_key(locked: httpx.Client) -> None:
+    assert {path for _, path in ROUTES} >= OPEN_PATHS | {"/v1/rollouts", "/v1/engine/abort"}
+    for method, path in [*ROUTES, *OTHERS]:
+        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic key"}, {"Authorization": "Bearer"}):
+            refused = ask(locked, method, path, wrong).status_code == 401
+            assert refused == (path not in OPEN_PATHS), (method, path, wrong)
+        assert (ask(locked, method, path, KEY).status_code == 401) == is_control(path), (method, path)
+        assert ask(locked, method, path, CONTROL).status_code not in (401, 403), (method, path)
+    for path in DISGUISED:
+        assert ask(locked, "POST", path, KEY).status_code == 401, path
+    for method, path in ROUTES:
+        if method == "POST" and path.startswith("/v1/engine/"):
+            assert is_control(path), f"{path} changes the engine"
+
+
+def test_refusals_have_the_shape_of_all_errors(locked: httpx.Client) -> None:
+    for headers, status, code in (({}, 401, "unauthorized"), ({**KEY, "Host": "evil.example"}, 403, "forbidden")):
+        for accept in ("application/json", MSGPACK):
+            answer = ask(locked, "POST", "/v1/rollouts", headers, accept)
+            told = msgpack.unpackb(answer.content) if accept == MSGPACK else answer.json()
+            assert (answer.status_code, told["error"]["code"], answer.headers["content-type"]) == (status, code, accept)
+            assert told.keys() == {"error"} and told["error"].keys() == {"code", "message"}
+            assert ("www-authenticate" in answer.headers) == (status == 401)
+
+
+HOSTS = {
+    "localhost": True, "localhost:8000": True, "LOCALHOST:1": True, "localhost.": True, "127.0.0.1": True, "127.1.2.3:80": True,
+    "[::1]": True, "[::1]:8000": True, "[::ffff:127.0.0.1]:8000": True, "[0:0:0:0:0:0:0:1]": True,
+    "": False, "evil.example": False, "localhost.evil.example": False, "127.0.0.1.evil.example": False, "127.0.0.1.nip.io:8000": False,
+    "evil.example:127": False, "0.0.0.0": False, "[::]": False, "192.168.0.1": False, "[fe80::1]": False, "127.1": False,
+    "2130706433": False,
+    "localhost:": False, "localhost:8000:1": False, "::1": False, "[::1": False, "a@localhost": False, "localhost/evil": False,
+    "localhost evil": False, "localhost,evil.example": False, "xn--lcalhost-54a": False, "loc\xe0lhost": False, ".": False,
+    "localhost..": False,
+}  # fmt: skip
+
+
+def test_host_and_origin_must_name_this_machine() -> None:
+    def passes(**headers: str) -> bool:
+        try:
+            check(Access(host="127.0.0.1"), "/version", headers)
+        except Forbidden:
+            return False
+        return True
+
+    for host, is_ours in HOSTS.items():
+        assert passes(host=host) == is_ours, host
+        for scheme in ("http", "https", "HTTP"):
+            assert passes(host="localhost", origin=f"{scheme}://{host}") == is_ours, host
+    for origin in ("null", "", "localhost", "file://", "file://localhost", "chrome-extension://localhost", "http:localhost", "http://"):
+        assert not passes(host="localhost", origin=origin), origin
+    assert not passes()
+
+
+def test_a_call_without_host_is_refused(locked: httpx.Client) -> None:
+    url = locked.base_url
+    for version, status in (("1.0", b"403"), ("1.1", b"400")):
+        with socket.create_connection((url.host, int(url.port or 0))) as raw:
+            raw.sendall(f"GET /version HTTP/{version}\r\n\r\n".encode())
+            assert raw.recv(1000).split()[1] == status
