@@ -53,6 +53,16 @@ def available_memory() -> int:
     raise ConfigError("the available memory cannot be read here: give cache.memory_bytes or cache.num_blocks")
 
 
+def total_memory() -> int:
+    """Bytes this process could ever have: the machine's, or its container's limit. (What is free now may be page cache.)"""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    totals = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
+    for limit, _ in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            totals.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return min(totals)
+
+
 def choose_kernels(wanted: str | None) -> str:
     """The kernel build to use.
 
@@ -186,14 +196,14 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
         )
-        needed, available = model.num_parameters * layout.dtype.itemsize, available_memory()
-        if needed > available:
-            raise ConfigError(f"the weights take {needed} bytes as {dtype}, and only {available} bytes of memory are available")
+        needed, total = model.num_parameters * layout.dtype.itemsize, total_memory()
+        if needed > total:
+            raise ConfigError(f"the model's {model.num_parameters} parameters take {needed} bytes as {dtype}, and there are {total} in all")
         return config.resolve(
             checkpoint_dtype=model.dtype,
             model_context=model.max_position_embeddings,
             kv_bytes_per_block=layout.block_bytes,
-            available_bytes=available,
+            available_bytes=available_memory(),
         )
 
     @staticmethod

@@ -192,8 +192,10 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     value = settings.get("chat_template")
     try:
         templates = {"default": value} if isinstance(value, str) else {t["name"]: t["template"] for t in value or ()}
-    except (TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: chat_template must be a string or a list of objects with name and template ({error!r})") from error
+    except (TypeError, KeyError):
+        templates = {"default": None}
+    if not all(isinstance(template, str) for template in templates.values()):
+        raise ConfigError(f"{path}: chat_template must be a string or a list of objects with name and template, got {value!r:.80}")
     if (path / "chat_template.jinja").is_file():
         templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
     return templates

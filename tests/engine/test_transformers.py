@@ -214,9 +214,10 @@ def test_dummy_weights_need_no_files_and_repeat(name: str, tmp_path: Path) -> No
     assert len(set(outputs[0].token_ids)) > 3
 
 
-def test_bfloat16_is_near(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
+def test_bfloat16_is_near(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    model = save("llama", tmp_path)
+    model = save(name, tmp_path)
     params = SamplingParams(max_tokens=0)
     request = RolloutRequest(request_id="x", prompt_token_ids=PROMPTS[-1], params=params, include=("prompt_logprobs",))
     with Engine(str(tmp_path), dtype="bfloat16", threads=1, num_blocks=64) as engine:

@@ -275,6 +275,14 @@ def test_named_templates_and_the_jinja_file(tokenizer: Tokenizer, tmp_path: Path
     assert Tokenizer.from_model(folder_with(tmp_path, tokenizer, "old", jinja="new")).render_chat(chat) == "new"
 
 
+def test_special_tokens_may_stand_in_a_file_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, tokenizer, "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "other", "pad_token": {"content": "<|endoftext|>"}}))
+    loaded = Tokenizer.from_model(folder)
+    assert loaded.render_chat([{"role": "user", "content": "hi"}]) == "<|im_start|>|<|im_end|>|<|endoftext|>"
+    assert loaded.eos_token_ids == (2,)
+
+
 def test_bad_chats_are_the_callers_mistake(tokenizer: Tokenizer, tmp_path: Path) -> None:
     strict = "{{ raise_exception('no such role') if messages[0].role == 'bad' else 'hi ' + messages[0].content }}"
     ours = Tokenizer.from_model(folder_with(tmp_path, tokenizer, strict))
