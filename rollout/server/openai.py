@@ -14,15 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, ModelNotFound, PromptTooLong, RollsyncError
 from ..wire import MSGPACK
-from .checks import check_vocabulary, decode_body
+from .checks import check_vocabulary
 from .openai_errors import error_body
 from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
 from .openai_replies import Prompt, Reply
 from .openai_schemas import ERRORS
 from .protocol import PromptSpec, RolloutCall
-from .replies import ClientGone, encode, frame, read_body, reply, until_disconnect, wants_msgpack
+from .replies import ClientGone, encode, frame, give, reply, take, until_disconnect, wants_msgpack
 from .rollouts import RolloutService, Ticket
-from .schemas import JSON, SSE, route
+from .schemas import SSE, route
 from .text import INLINE_TOKENS
 
 router = APIRouter()
@@ -188,8 +188,7 @@ class ChunkStream(Response):
 
 async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Response:
     state = request.app.state
-    body = await read_body(request, state.max_body_bytes)
-    asked = parse(decode_body(body, request.headers.get("content-type", JSON)))
+    asked = await take(request, parse)
     call = Call(state.service, asked, _check_model(state.service, state.served_model_name, asked.model))
     await call.open()
     if asked.stream:
@@ -198,7 +197,7 @@ async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Re
         whole = await until_disconnect(request.receive, call.whole())
     finally:
         call.ticket.close()
-    return await asyncio.to_thread(reply, request, whole)
+    return await give(request, whole)
 
 
 @router.post(
