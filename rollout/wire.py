@@ -72,10 +72,10 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
 
 
 def slice_array(value: dict[str, Any], start: int) -> dict[str, Any]:
-    """The rows of a well-formed wire array from `start` on (its first axis)."""
+    """The rows of a well-formed wire array from `start` on (its first axis); none if it has no more."""
     rows, *rest = value["shape"]
     row_bytes = len(value["data"]) // rows if rows else 0
-    return {"dtype": value["dtype"], "shape": [rows - start, *rest], "data": bytes(value["data"][start * row_bytes :])}
+    return {"dtype": value["dtype"], "shape": [max(0, rows - start), *rest], "data": bytes(value["data"][start * row_bytes :])}
 
 
 def jsonable(value: Any) -> Any:

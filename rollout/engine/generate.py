@@ -156,6 +156,10 @@ def _each(
     return each
 
 
+def _refused(name: str, index: int, error: str) -> SampleOutput:
+    return SampleOutput(request_id=name, sample_index=index, token_ids=[], logprobs=[], finish_reason="error", error=error)
+
+
 def _make(name: str, n: int, on_error: str, make: Callable[[], RolloutRequest]) -> RolloutRequest | list[SampleOutput]:
     """A checked request; or what it cannot be, as an error that names the item or (`on_error` "return") as n samples of it."""
     if on_error not in ("raise", "return"):
@@ -165,7 +169,7 @@ def _make(name: str, n: int, on_error: str, make: Callable[[], RolloutRequest]) 
     except Exception as error:
         if on_error == "return":
             words = str(error) if isinstance(error, RollsyncError) else describe(error)
-            return [bare_output(name, i, 0, words) for i in range(n)]
+            return [_refused(name, i, words) for i in range(n)]
         if isinstance(error, BadRequest):
             raise type(error)(f"{name}: {error}", field=name) from error
         raise
@@ -207,7 +211,7 @@ def _add(engine: Engine, request: RolloutRequest, samples: dict[str, list[Sample
     except Exception as error:
         log.error("request %r could not be added", request.request_id, exc_info=error)
         indices = range(request.first_sample, request.first_sample + request.params.n)
-        samples[request.request_id] += [bare_output(request.request_id, i, request.params.seed or 0, describe(error)) for i in indices]
+        samples[request.request_id] += [bare_output(request, i, request.params.seed or 0, describe(error)) for i in indices]
         return request.params.n
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import BadRequest, RollsyncError, describe
-from .outputs import bare_output
+from .outputs import lost_output
 from .types import RolloutRequest, SampleOutput
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def deliver(engine: EngineLike, sink: Sink, outputs: list[SampleOutput]) -> None
             lost = [output] if output.finished else engine.abort(output.request_id, reason="an output could not be sent")
             ended.update(o.request_id for o in lost)
             for o in lost:
-                _report(sink.outputs, [bare_output(o.request_id, o.sample_index, o.seed, describe(error))])
+                _report(sink.outputs, [lost_output(o, describe(error))])
 
 
 def _report(call: Callable[..., None], *args: Any) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from .sequence import Sequence
-from .types import SampleOutput
+from .types import RolloutRequest, SampleOutput
 
 
 def spans(seq: Sequence, start: int, end: int) -> list[dict[str, int]]:
@@ -19,11 +22,22 @@ def spans(seq: Sequence, start: int, end: int) -> list[dict[str, int]]:
     return found
 
 
-def bare_output(request_id: str, sample_index: int, seed: int, error: str) -> SampleOutput:
-    """The final output of a sample whose own could not be made or sent: an error, and no tokens."""
-    return SampleOutput(
-        request_id=request_id, sample_index=sample_index, token_ids=[], logprobs=[], finish_reason="error", error=error, seed=seed
-    )
+def bare_output(spec: RolloutRequest, sample_index: int, seed: int, error: str) -> SampleOutput:
+    """The final output of a sample whose own could not be made: an error and no tokens, in the columns asked for."""
+    columns = [name for name in spec.include if name in ("temperature_logprobs", "model_logprobs", "entropy")]
+    if spec.params.top_logprobs:
+        columns += ["top_token_ids", "top_logprobs"]
+    ids: dict[str, Any] = {"request_id": spec.request_id, "sample_index": sample_index, "seed": seed}
+    empty: dict[str, Any] = {name: [] for name in ("token_ids", "logprobs", *columns)}
+    return SampleOutput(**ids, **empty, finish_reason="error", error=error)
+
+
+def lost_output(output: SampleOutput, error: str) -> SampleOutput:
+    """The same for a sample whose `output` could not be sent."""
+    columns = ("token_ids", "logprobs", "temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs")
+    empty: dict[str, Any] = {name: [] for name in columns if getattr(output, name) is not None}
+    ends: dict[str, Any] = {"finish_reason": "error", "stop_reason": None, "abort_reason": None, "error": error}
+    return replace(output, **empty, **ends, prompt_logprobs=None, weight_versions=[], cached_tokens=0)
 
 
 def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:

@@ -272,7 +272,7 @@ class Scheduler(Planner):
         except Exception as error:
             log.error("request %r, sample %d: no output", request.id, seq.index, exc_info=error)
             self.counters["faults"] += end.reason != "error"
-            output = bare_output(request.id, request.spec.first_sample + seq.index, request.seed, end.error or describe(error))
+            output = bare_output(request.spec, request.spec.first_sample + seq.index, request.seed, end.error or describe(error))
         outputs.append(output)
         del request.sequences[seq.index]
         request.live -= 1

@@ -132,14 +132,14 @@ def check(engines: Engines, together: list[Combination]) -> None:
             assert bits(final) == engines.plain(c)[index], c
 
 
-def groups(found: list[Combination], rng: random.Random) -> Iterator[list[Combination]]:
-    """Combinations by up to three that are served alike, in a random order."""
+def groups(found: list[Combination], rng: random.Random, most: int) -> Iterator[list[Combination]]:
+    """Combinations by up to `most` that are served alike, in a random order."""
     rng.shuffle(found)
     found.sort(key=lambda c: (c["max_batch_tokens"], c["cached"], c["preempted"]))
     for _, alike in itertools.groupby(found, key=lambda c: (c["max_batch_tokens"], c["cached"], c["preempted"])):
         kept = list(alike)
         while kept:
-            size = rng.randint(1, 3)
+            size = rng.randint(1, most)
             yield kept[:size]
             kept = kept[size:]
 
@@ -157,11 +157,11 @@ def test_combinations_drawn_by_chance(engines: Engines) -> None:
     drawn = rng.sample(ALL, 100)
     for name, values in {**WHAT, **HOW}.items():
         assert len({repr(c[name]) for c in drawn}) == len(values)
-    for together in groups(drawn, rng):
+    for together in groups(drawn, rng, 4):
         check(engines, together)
 
 
 @pytest.mark.slow
 def test_every_combination(engines: Engines) -> None:
-    for together in groups(list(ALL), random.Random(2)):
+    for together in groups(list(ALL), random.Random(2), 16):
         check(engines, together)
