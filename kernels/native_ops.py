@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import native_lib as nl
 from .kv import KvLayout
+from .native_layout import Pages, Panels, attention_items, round_up
 from .reference_sampler import SampleResult, SamplerRows, check_rows
 from .spec import effective_shards
 from .step import StepArrays, StepLimits, allowed_words
@@ -25,16 +26,11 @@ from .weights import DTYPES
 
 MAX_SHARDS = 16
 """partial sums a native linear has room for"""
-_ITEM_TOKENS = 16
 
 
 def _check(name: str, ok: bool, problem: str) -> None:
     if not ok:
         raise ValueError(f"{name}: {problem}")
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,52 +45,6 @@ class PackedLinear:
     shards: int
     """partial sums over K taken, after `effective_shards`"""
     gate_up: bool
-
-
-class _Panels:
-    """Rows as the input of a linear (native/linear.h)."""
-
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
-        self.num_rows, self.width = num_rows, width
-        self.tensor = torch.zeros(_up(num_rows, 32), _up(width, 32), dtype=dtype)
-
-    def rows(self) -> Tensor:
-        tensor = self.tensor
-        if tensor.dtype == torch.bfloat16:
-            tensor = tensor.view(-1, tensor.shape[1] // 32, 16, 32).transpose(1, 2).reshape(tensor.shape)
-        return tensor[: self.num_rows, : self.width].contiguous()
-
-
-class _Pages:
-    """Where contiguous key rows go: `shared_tokens` leading keys of every sequence, then each sequence's own keys."""
-
-    def __init__(self, shared_tokens: int, lengths: Sequence[int], block_tokens: int) -> None:
-        counts = [shared_tokens // block_tokens, *(-(-length // block_tokens) for length in lengths)]
-        ends = list(accumulate(counts))
-        self.num_blocks = ends[-1]
-        ids = np.random.default_rng(0).permutation(self.num_blocks)  # no result may hang on their order
-        parts = np.split(ids, ends[:-1])
-        self.tables = np.zeros((len(lengths), max(counts[0] + max(counts[1:]), 1)), np.int32)
-        for row, part in zip(self.tables, parts[1:], strict=True):
-            row[: counts[0] + len(part)] = [*parts[0], *part]
-        unit, runs, row0 = min(32, block_tokens), [], 0
-        for blocks, length in zip(parts, [shared_tokens, *lengths], strict=True):
-            runs += [(row0 + i, min(unit, length - i), blocks[i // block_tokens], i % block_tokens) for i in range(0, length, unit)]
-            row0 += length
-        self.runs = np.array(runs, np.int32).reshape(-1, 4)
-
-
-def _items(sequences: list[int], num_keys: list[int], shared_tokens: int, counts: Sequence[int] | None) -> list[tuple[int, int, int, int]]:
-    """(first token, tokens, leading key blocks they share, most keys) of each piece of attention work."""
-    if counts is None:
-        lengths = [len(list(group)) for _, group in groupby(sequences)]
-        counts = [min(_ITEM_TOKENS, length - i) for length in lengths for i in range(0, length, _ITEM_TOKENS)]
-    items = []
-    for a, b in pairwise(accumulate(counts, initial=0)):
-        most = max(num_keys[a:b])
-        shared = -(-most // 32) if len(set(sequences[a:b])) == 1 else min(shared_tokens, most) // 32
-        items.append((a, b - a, shared, most))
-    return items
 
 
 def _check_heads(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> None:
@@ -140,7 +90,7 @@ class NativeOps:
         bias = None
         if bias_N is not None:
             _check("pack_linear", bias_N.shape == (n,) and bias_N.dtype == w_NK.dtype, f"the bias must be [{n}] {w_NK.dtype}")
-            bias = torch.zeros(_up(n, 32))
+            bias = torch.zeros(round_up(n, 32))
             bias[:n] = bias_N
         return PackedLinear(data=data, bias=bias, n=n, k=k, shards=count, gate_up=gate_up)
 
@@ -152,7 +102,7 @@ class NativeOps:
         return out
 
     def _linear(self, x_TK: Tensor, packed: PackedLinear, epilogue: int, out: Tensor, softcap: float = 0.0) -> None:
-        x_TK, panels = x_TK.contiguous(), _Panels(x_TK.shape[0], packed.k, x_TK.dtype)
+        x_TK, panels = x_TK.contiguous(), Panels(x_TK.shape[0], packed.k, x_TK.dtype)
         address = panels.tensor.data_ptr()
         table = (ctypes.c_void_p * 2)(packed.data.data_ptr(), None if packed.bias is None else packed.bias.data_ptr())
         self._run(
@@ -204,7 +154,7 @@ class NativeOps:
 
     def _gated(self, name: str, x_TK: Tensor, packed: PackedLinear, epilogue: int) -> Tensor:
         self._check_input(name, x_TK, packed, True)
-        out = _Panels(x_TK.shape[0], packed.n // 2, x_TK.dtype)
+        out = Panels(x_TK.shape[0], packed.n // 2, x_TK.dtype)
         self._linear(x_TK, packed, epilogue, out.tensor)
         return out.rows()
 
@@ -224,7 +174,7 @@ class NativeOps:
         _check("rmsnorm", fits, f"{x_TD.dtype} {[*x_TD.shape]} does not meet a weight {weight_D.dtype} {[*weight_D.shape]}")
         x_TD, weight_D = x_TD.contiguous(), weight_D.contiguous()
         (num_rows, width) = x_TD.shape
-        out = _Panels(num_rows, width, x_TD.dtype)
+        out = Panels(num_rows, width, x_TD.dtype)
         table = (ctypes.c_void_p * 1)(weight_D.data_ptr())
         op = self._op(
             nl.OP_RMSNORM, x_TD.dtype, k=width, eps=eps, one_plus=one_plus, in_=x_TD.data_ptr(), ld_in=width, out=out.tensor.data_ptr()
@@ -322,8 +272,8 @@ class NativeOps:
         ok = all(0 <= f < n <= shared_tokens + lengths[s] for f, n, s in seen)
         _check("attention", ok, "each token must see at least one key, and of its own sequence")
         _check("attention", window is None or window > 0, f"window must be at least 1 key, got {window}")
-        pages = _Pages(shared_tokens, lengths, block_tokens)
-        items = _items(sequences, num_keys, shared_tokens, item_tokens)
+        pages = Pages(shared_tokens, lengths, block_tokens)
+        items = attention_items(sequences, num_keys, shared_tokens, item_tokens)
         _check("attention", sum(i[1] for i in items) == num_tokens, f"item_tokens must add up to {num_tokens}")
         arrays = StepArrays(
             StepLimits(tokens=max(num_tokens, len(pages.runs)), rows=0, slots=len(lengths), table_blocks=pages.tables.shape[1], banned=0)
@@ -340,7 +290,7 @@ class NativeOps:
 
     def _attend(self, q_TNH: Tensor, kv_L2KH: Tensor, arrays: StepArrays, layout: KvLayout, fields: dict[str, Any]) -> Tensor:
         num_tokens, heads, head_size = q_TNH.shape
-        memory, out = self._page_memory(layout), _Panels(num_tokens, heads * head_size, q_TNH.dtype)
+        memory, out = self._page_memory(layout), Panels(num_tokens, heads * head_size, q_TNH.dtype)
         step = nl.Step(
             kv=memory.data_ptr(), kv_block_bytes=layout.block_bytes, kv_layer_bytes=layout.layer_bytes, block_tokens=layout.block_tokens,
             num_layers=1, table_stride=arrays["tables"].shape[1], num_runs=arrays.num_runs, num_items=arrays.num_items,
