@@ -12,29 +12,53 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgpack  # type: ignore[import-untyped]
 
 from .engine.types import SamplingParams
 from .errors import Overloaded, ProtocolMismatch, RollsyncError, ServerUnreachable
-from .results import Frames, Prompt, PromptResult, RolloutResult, Sample, StreamItem, parse_result, rollouts_body
+from .results import (
+    Call,
+    Delta,
+    Frames,
+    Prompt,
+    PromptResult,
+    Rendered,
+    RolloutResult,
+    Sample,
+    Score,
+    StreamItem,
+    abort_call,
+    detokenize_call,
+    get,
+    reattach_call,
+    render_call,
+    rollouts_call,
+    score_call,
+    stream_call,
+    tokenize_call,
+)
 from .wire import MSGPACK, PROTOCOL_VERSION, error_from_wire
 
 __all__ = [
     "AsyncRolloutClient",
+    "Delta",
     "Prompt",
     "PromptResult",
     "ProtocolMismatch",
+    "Rendered",
     "RolloutClient",
     "RolloutResult",
     "Sample",
+    "Score",
     "ServerUnreachable",
     "StreamItem",
 ]
 
 
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 CALLS_PER_POOL = 64
 
@@ -94,8 +118,8 @@ def _silence(timeout_s: float) -> httpx.Timeout:
     return httpx.Timeout(longest_s, connect=min(longest_s, CONNECT_TIMEOUT_S))
 
 
-def _post(body: dict[str, Any]) -> dict[str, Any]:
-    return {"content": msgpack.packb(body), "headers": {"Content-Type": MSGPACK}}
+def _sent(call: Call[Any]) -> dict[str, Any]:
+    return {} if call.body is None else {"content": msgpack.packb(call.body), "headers": {"Content-Type": MSGPACK}}
 
 
 class RolloutClient:
@@ -132,6 +156,9 @@ class RolloutClient:
             _check_protocol(self.version())
             self._checked_version = True
 
+    def _do(self, call: Call[T], accept: tuple[int, ...] = (), **kw: Any) -> T:
+        return call.parse(self._call(call.method, call.path, accept, **_sent(call), **kw))
+
     def rollouts(
         self,
         prompts: Sequence[Prompt],
@@ -143,11 +170,10 @@ class RolloutClient:
         """Sample `n` times from each prompt and wait for all. A refused prompt has `error` set; a refused call raises.
 
         Args:
-            options: further fields of `POST /v1/rollouts`, e.g. request_id, group, session, priority, deadline_s.
+            options: further fields of `POST /v1/rollouts`, e.g. request_id, group, session, priority, deadline_s, detach_s.
         """
         self._handshake()
-        body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options})
-        return parse_result(self._call("POST", "/v1/rollouts", **_post(body)))
+        return self._do(rollouts_call(prompts, n, sampling_params, include, options))
 
     def stream(
         self,
@@ -155,14 +181,32 @@ class RolloutClient:
         n: int | None = None,
         sampling_params: SamplingParams | dict[str, Any] | None = None,
         include: Sequence[str] = (),
+        *,
+        tokens: bool = False,
         **options: Any,
     ) -> Iterator[StreamItem]:
-        """The same, each sample as soon as it is finished. Leaving the loop early frees the rest on the server."""
+        """The same, each sample as soon as it is finished, and with `tokens` its tokens as they come.
+
+        The deltas of a sample add up to it exactly; a slow reader gets fewer, larger ones. Leaving the loop early frees the rest
+        on the server (unless detach_s is given).
+        """
         self._handshake()
-        body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options, "stream": True})
+        yield from self._stream(stream_call(prompts, n, sampling_params, include, tokens, options))
+
+    def reattach(self, request_id: str) -> RolloutResult:
+        """The reply to a call with `detach_s` whose connection was lost; waits for it. UnknownRequest if it is not kept."""
+        self._handshake()
+        return self._do(reattach_call(request_id))
+
+    def reattach_stream(self, request_id: str, *, tokens: bool = False) -> Iterator[StreamItem]:
+        """The same as a stream, from the beginning. Tokens come as they are made only if the call streamed tokens."""
+        self._handshake()
+        yield from self._stream(reattach_call(request_id, "tokens" if tokens else "samples"))
+
+    def _stream(self, call: Call[Any]) -> Iterator[StreamItem]:
         frames = Frames()
         try:
-            with self._http.stream("POST", "/v1/rollouts", **_post(body)) as response:
+            with self._http.stream(call.method, call.path, **_sent(call)) as response:
                 if response.status_code >= 400:
                     response.read()
                     _checked(response)
@@ -172,22 +216,42 @@ class RolloutClient:
             raise self._settings.lost(error) from error
         frames.finish()
 
+    def score(self, items: Sequence[tuple[Prompt, Prompt]], temperature: float | None = None, **options: Any) -> list[Score]:
+        """Log-probabilities of given (prompt, continuation) pairs, each text, ids or an object of `POST /v1/logprobs`.
+
+        Args:
+            temperature: asks for `temperature_logprobs` too.
+            options: request_id, group, session, priority, deadline_s.
+        """
+        self._handshake()
+        return self._do(score_call(items, temperature, options))
+
+    def tokenize(self, inputs: Sequence[str | list[dict[str, Any]]], add_special_tokens: bool = False) -> list[list[int]]:
+        """Ids of texts or chats, as a rollout's prompt would have them."""
+        return self._do(tokenize_call(inputs, add_special_tokens))
+
+    def detokenize(self, inputs: Sequence[Sequence[int]], **options: bool) -> list[str]:
+        """Texts of lists of ids. Options: skip_special_tokens, spaces_between_special_tokens."""
+        return self._do(detokenize_call(inputs, options))
+
+    def render(self, chats: Sequence[list[dict[str, Any]]], variables: dict[str, Any] | None = None) -> list[Rendered]:
+        """What the model's chat template makes of lists of messages."""
+        return self._do(render_call(chats, variables))
+
     def abort(self, **which: Any) -> dict[str, Any]:
         """End calls by `request_id=`, `group=`, `session=` or `all=True`; their own replies carry the partial outputs."""
-        answer: dict[str, Any] = self._call("POST", "/v1/engine/abort", **_post(which))
-        return answer
+        return self._do(abort_call(which))
 
     def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._call("GET", "/v1/engine/status")
-        return answer
+        return self._do(get("/v1/engine/status"))
 
     def version(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._call("GET", "/version")
-        return answer
+        return self._do(get("/version"))
 
     def health(self) -> dict[str, Any]:
         """{"live", "ready", "reason"?}; raises only if the server cannot be reached."""
-        return {**self._call("GET", "/health/live", (503,)), **self._call("GET", "/health/ready", (503,))}
+        live, ready = self._do(get("/health/live"), (503,)), self._do(get("/health/ready"), (503,))
+        return {**live, **ready}
 
     def wait_until_ready(self, deadline_s: float = 600.0) -> None:
         """Return once the server serves. ServerUnreachable with the last reason after `deadline_s`."""
@@ -200,7 +264,7 @@ class RolloutClient:
     def _not_ready(self, timeout_s: float) -> str | None:
         """Why the server does not serve, or None; each silence is waited for `timeout_s` at most."""
         try:
-            health = self._call("GET", "/health/ready", (503,), timeout=_silence(timeout_s))
+            health = self._do(get("/health/ready"), (503,), timeout=_silence(timeout_s))
         except ServerUnreachable as error:
             return str(error)
         return None if health["ready"] else str(health.get("reason"))
@@ -251,6 +315,9 @@ class AsyncRolloutClient:
                 _check_protocol(await self.version())
                 self._checked_version = True
 
+    async def _do(self, call: Call[T], accept: tuple[int, ...] = (), **kw: Any) -> T:
+        return call.parse(await self._call(call.method, call.path, accept, **_sent(call), **kw))
+
     async def rollouts(
         self,
         prompts: Sequence[Prompt],
@@ -259,10 +326,9 @@ class AsyncRolloutClient:
         include: Sequence[str] = (),
         **options: Any,
     ) -> RolloutResult:
-        """See `RolloutClient.rollouts`. Cancelling it frees the work on the server."""
+        """See `RolloutClient.rollouts`. Cancelling it frees the work on the server (unless detach_s is given)."""
         await self._handshake()
-        body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options})
-        return parse_result(await self._call("POST", "/v1/rollouts", **_post(body)))
+        return await self._do(rollouts_call(prompts, n, sampling_params, include, options))
 
     async def stream(
         self,
@@ -270,15 +336,29 @@ class AsyncRolloutClient:
         n: int | None = None,
         sampling_params: SamplingParams | dict[str, Any] | None = None,
         include: Sequence[str] = (),
+        *,
+        tokens: bool = False,
         **options: Any,
     ) -> AsyncIterator[StreamItem]:
         """See `RolloutClient.stream`."""
         await self._handshake()
-        body = rollouts_body(prompts, n, sampling_params, {"include": list(include), **options, "stream": True})
+        async for item in self._stream(stream_call(prompts, n, sampling_params, include, tokens, options)):
+            yield item
+
+    async def reattach(self, request_id: str) -> RolloutResult:
+        await self._handshake()
+        return await self._do(reattach_call(request_id))
+
+    async def reattach_stream(self, request_id: str, *, tokens: bool = False) -> AsyncIterator[StreamItem]:
+        await self._handshake()
+        async for item in self._stream(reattach_call(request_id, "tokens" if tokens else "samples")):
+            yield item
+
+    async def _stream(self, call: Call[Any]) -> AsyncIterator[StreamItem]:
         frames = Frames()
         try:
             with self._pool() as http:
-                async with http.stream("POST", "/v1/rollouts", **_post(body)) as response:
+                async with http.stream(call.method, call.path, **_sent(call)) as response:
                     if response.status_code >= 400:
                         await response.aread()
                         _checked(response)
@@ -289,20 +369,31 @@ class AsyncRolloutClient:
             raise self._settings.lost(error) from error
         frames.finish()
 
+    async def score(self, items: Sequence[tuple[Prompt, Prompt]], temperature: float | None = None, **options: Any) -> list[Score]:
+        await self._handshake()
+        return await self._do(score_call(items, temperature, options))
+
+    async def tokenize(self, inputs: Sequence[str | list[dict[str, Any]]], add_special_tokens: bool = False) -> list[list[int]]:
+        return await self._do(tokenize_call(inputs, add_special_tokens))
+
+    async def detokenize(self, inputs: Sequence[Sequence[int]], **options: bool) -> list[str]:
+        return await self._do(detokenize_call(inputs, options))
+
+    async def render(self, chats: Sequence[list[dict[str, Any]]], variables: dict[str, Any] | None = None) -> list[Rendered]:
+        return await self._do(render_call(chats, variables))
+
     async def abort(self, **which: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call("POST", "/v1/engine/abort", **_post(which))
-        return answer
+        return await self._do(abort_call(which))
 
     async def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call("GET", "/v1/engine/status")
-        return answer
+        return await self._do(get("/v1/engine/status"))
 
     async def version(self) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call("GET", "/version")
-        return answer
+        return await self._do(get("/version"))
 
     async def health(self) -> dict[str, Any]:
-        return {**await self._call("GET", "/health/live", (503,)), **await self._call("GET", "/health/ready", (503,))}
+        live, ready = await self._do(get("/health/live"), (503,)), await self._do(get("/health/ready"), (503,))
+        return {**live, **ready}
 
     async def wait_until_ready(self, deadline_s: float = 600.0) -> None:
         end = time.monotonic() + deadline_s
@@ -314,7 +405,7 @@ class AsyncRolloutClient:
     async def _not_ready(self, timeout_s: float) -> str | None:
         """Why the server does not serve, or None; each silence is waited for `timeout_s` at most."""
         try:
-            health = await self._call("GET", "/health/ready", (503,), timeout=_silence(timeout_s))
+            health = await self._do(get("/health/ready"), (503,), timeout=_silence(timeout_s))
         except ServerUnreachable as error:
             return str(error)
         return None if health["ready"] else str(health.get("reason"))

@@ -1,11 +1,12 @@
-"""What a client sends to `POST /v1/rollouts` and what it gets back, as plain dataclasses."""
+"""What a client sends and what it gets back, as plain dataclasses; shared by the blocking client and the one for asyncio."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -13,6 +14,7 @@ from .engine.types import SamplingParams
 from .errors import BadRequest, RollsyncError, ServerUnreachable
 from .wire import error_from_wire, is_array, pack_array, unpack_array
 
+T = TypeVar("T")
 Prompt = str | Sequence[int] | dict[str, Any]
 """text, token ids, or a whole prompt object of `POST /v1/rollouts` ({"messages": …}, {"token_ids": …, "seed": …})"""
 
@@ -63,21 +65,143 @@ class RolloutResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamItem:
-    """One event of a stream: a finished sample of a prompt, or the error that refused that prompt."""
+class Delta:
+    """New tokens of a running sample. `start` and the spans of `weight_versions` count from the sample's first token."""
 
+    index: int
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[dict[str, int]] = field(default_factory=list)
+    text: str | None = None
+    temperature_logprobs: list[float] | None = None
+    model_logprobs: list[float] | None = None
+    entropy: list[float] | None = None
+    top_token_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamItem:
+    """One event of a stream: new tokens or a finished sample of a prompt, or the error that refused that prompt."""
+
+    id: str
+    """of the call, to re-attach by"""
     prompt_index: int
+    delta: Delta | None = None
     sample: Sample | None = None
     error: RollsyncError | None = None
 
 
-_SAMPLE_FIELDS = {f.name for f in fields(Sample)}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """Log-probabilities of one given continuation, or the error that refused it."""
+
+    item_index: int
+    prompt_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """the continuation"""
+    model_logprobs: list[float] = field(default_factory=list)
+    temperature_logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    abort_reason: str | None = None
+    weight_versions: list[dict[str, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    error: RollsyncError | None = None
 
 
-def _sample(wire: dict[str, Any]) -> Sample:
-    """Fields a newer server adds are passed over."""
-    values: dict[str, Any] = {k: unpack_array(v) if is_array(v) else v for k, v in wire.items() if k in _SAMPLE_FIELDS}
-    return Sample(**values)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A chat as the model's template writes it."""
+
+    text: str
+    token_ids: list[int]
+
+
+def _read(cls: type[T], wire: dict[str, Any]) -> T:
+    """A dataclass of what came; fields a newer server adds are passed over."""
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{k: unpack_array(v) if is_array(v) else v for k, v in wire.items() if k in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request and how to read its reply."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None
+    parse: Callable[[Any], T]
+
+
+def _plain(wire: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = wire
+    return answer
+
+
+def get(path: str) -> Call[dict[str, Any]]:
+    return Call("GET", path, None, _plain)
+
+
+def abort_call(which: dict[str, Any]) -> Call[dict[str, Any]]:
+    return Call("POST", "/v1/engine/abort", which, _plain)
+
+
+def rollouts_call(prompts: Any, n: int | None, params: Any, include: Sequence[str], options: dict[str, Any]) -> Call[RolloutResult]:
+    body = rollouts_body(prompts, n, params, {"include": list(include), **options})
+    if body.get("stream"):
+        raise BadRequest("stream belongs to the method stream()", field="stream")
+    return Call("POST", "/v1/rollouts", body, parse_result)
+
+
+def stream_call(
+    prompts: Any, n: int | None, params: Any, include: Sequence[str], tokens: bool, options: dict[str, Any]
+) -> Call[None]:
+    body = rollouts_body(prompts, n, params, {"include": list(include), **options, "stream": "tokens" if tokens else "samples"})
+    return Call("POST", "/v1/rollouts", body, lambda _: None)
+
+
+def reattach_call(request_id: str, stream: str = "false") -> Call[RolloutResult]:
+    return Call("GET", f"/v1/rollouts/{quote(request_id, safe='')}?stream={stream}", None, parse_result)
+
+
+def score_call(items: Sequence[tuple[Prompt, Prompt]], temperature: float | None, options: dict[str, Any]) -> Call[list[Score]]:
+    wire = [{"prompt": _prompt(prompt), "continuation": _prompt(continuation)} for prompt, continuation in items]
+    more = {k: v for k, v in {"temperature": temperature, **options}.items() if v is not None}
+    return Call("POST", "/v1/logprobs", {"items": wire, **more}, lambda reply: [_score(r) for r in reply["results"]])
+
+
+def _score(wire: dict[str, Any]) -> Score:
+    if isinstance(wire.get("error"), dict):
+        return Score(item_index=wire["item_index"], error=error_from_wire(wire["error"]))
+    if "error" in wire:  # the engine could not finish it
+        wire = {**wire, "error": RollsyncError(str(wire["error"]))}
+    return _read(Score, wire)
+
+
+def _items(path: str, items: list[dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> Call[list[T]]:
+    def parse(reply: Any) -> list[T]:
+        for result in reply["results"]:
+            if "error" in result:
+                raise error_from_wire(result["error"])
+        return [read(result) for result in reply["results"]]
+
+    return Call("POST", path, {"items": items}, parse)
+
+
+def tokenize_call(inputs: Sequence[str | list[dict[str, Any]]], add_special_tokens: bool) -> Call[list[list[int]]]:
+    special = {"add_special_tokens": True} if add_special_tokens else {}
+    items = [{"text": i, **special} if isinstance(i, str) else {"messages": i} for i in inputs]
+    return _items("/v1/tokenize", items, lambda r: unpack_array(r["token_ids"]))
+
+
+def detokenize_call(inputs: Sequence[Sequence[int]], options: dict[str, Any]) -> Call[list[str]]:
+    return _items("/v1/detokenize", [{**_prompt(ids), **options} for ids in inputs], lambda r: str(r["text"]))
+
+
+def render_call(chats: Sequence[list[dict[str, Any]]], variables: dict[str, Any] | None) -> Call[list[Rendered]]:
+    kwargs = {"chat_template_kwargs": variables} if variables else {}
+    return _items("/v1/render", [{"messages": messages, **kwargs} for messages in chats], lambda r: _read(Rendered, r))
 
 
 def parse_result(wire: dict[str, Any]) -> RolloutResult:
@@ -85,7 +209,7 @@ def parse_result(wire: dict[str, Any]) -> RolloutResult:
     for item in wire["results"]:
         error = error_from_wire(item["error"]) if "error" in item else None
         ids = unpack_array(item["prompt_token_ids"]) if error is None else []
-        samples = [_sample(s) for s in item.get("samples", ())]
+        samples = [_read(Sample, s) for s in item.get("samples", ())]
         results.append(PromptResult(prompt_index=item["prompt_index"], prompt_token_ids=ids, samples=samples, error=error))
     return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"], fingerprint=wire.get("fingerprint", ""))
 
@@ -123,28 +247,36 @@ class Frames:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._id = ""
         self.done = False
 
     def feed(self, chunk: bytes) -> Iterator[StreamItem]:
         self._buffer += chunk
-        while len(self._buffer) >= 4:
-            (length,) = struct.unpack_from("<I", self._buffer)
-            if len(self._buffer) < 4 + length:
-                return
-            event = msgpack.unpackb(bytes(self._buffer[4 : 4 + length]))
-            del self._buffer[: 4 + length]
+        at = 0
+        while len(self._buffer) - at >= 4:
+            (length,) = struct.unpack_from("<I", self._buffer, at)
+            if len(self._buffer) - at < 4 + length:
+                break
+            event = msgpack.unpackb(bytes(self._buffer[at + 4 : at + 4 + length]))
+            at += 4 + length
             yield from self._item(event)
+        del self._buffer[:at]
 
     def _item(self, event: dict[str, Any]) -> Iterator[StreamItem]:
-        if event["event"] == "done":
+        kind, index = event["event"], event.get("prompt_index", -1)
+        if kind == "start":
+            self._id = event["id"]
+        elif kind == "done":
             self.done = True
-        elif event["event"] == "sample":
-            yield StreamItem(prompt_index=event["prompt_index"], sample=_sample(event["sample"]))
-        elif event["event"] == "error":
+        elif kind == "delta":
+            yield StreamItem(id=self._id, prompt_index=index, delta=_read(Delta, event["sample"]))
+        elif kind == "sample":
+            yield StreamItem(id=self._id, prompt_index=index, sample=_read(Sample, event["sample"]))
+        elif kind == "error":
             error = error_from_wire(event["error"])
             if "prompt_index" not in event:
                 raise error
-            yield StreamItem(prompt_index=event["prompt_index"], error=error)
+            yield StreamItem(id=self._id, prompt_index=index, error=error)
 
     def finish(self) -> None:
         if not self.done:

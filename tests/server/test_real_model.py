@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
-from rollsync import Engine, RolloutClient, RolloutRequest, SampleOutput, SamplingParams
+from rollsync import AsyncRolloutClient, Engine, RolloutClient, RolloutRequest, SampleOutput, SamplingParams
 from rollsync.rollout.cli import main
+from rollsync.rollout.errors import BadRequest
 from rollsync.rollout.wire import unpack_array
 
 CONFIG = {
@@ -221,6 +223,29 @@ def test_text_to_ids_and_back(real: Any, in_process: Engine) -> None:
     assert post("render", {"items": [chat, chat]})["results"][1] == {"item_index": 1, **rendered}
     assert "exactly one" in post("tokenize", {"text": "a", **chat})["error"]["message"]
     assert "stands alone" in post("tokenize", {"text": "a", "items": [{"text": "a"}]})["error"]["message"]
+
+
+def test_both_clients_score_and_turn_text_to_ids(real: Any) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    with RolloutClient(real.url) as client:
+        good, bad = client.score([("hello", [7, 8]), ([320], "a")], temperature=2.0)
+        assert (good.token_ids, len(good.model_logprobs), good.error) == ([7, 8], 2, None)
+        assert good.temperature_logprobs != good.model_logprobs
+        assert getattr(bad.error, "field", None) == "items[1].prompt.token_ids[0]"
+        ids = client.tokenize(["hello", chat])
+        texts = client.detokenize(ids, skip_special_tokens=False)
+        (rendered,) = client.render([chat])
+        assert texts == ["hello", rendered.text] and rendered.token_ids == ids[1]
+        with pytest.raises(BadRequest, match=r"items\[1\]\.token_ids"):
+            client.detokenize([[1], [-1]])
+
+    async def run() -> None:
+        async with AsyncRolloutClient(real.url) as other:
+            assert await other.score([("hello", [7, 8])], temperature=2.0) == [good]
+            assert await other.tokenize(["hello", chat]) == ids and await other.detokenize(ids) == texts
+            assert await other.render([chat]) == [rendered]
+
+    asyncio.run(run())
 
 
 def test_text_options_change_no_id(real: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
-from rollsync import RolloutClient
+from rollsync import AsyncRolloutClient, RolloutClient
+from rollsync.rollout.errors import UnknownRequest
 from rollsync.rollout.server.mailbox import Mailbox, join_spans, output_from
 from rollsync.rollout.server.text import SampleText
 from rollsync.rollout.wire import MSGPACK, pack_array, unpack_array
@@ -86,6 +87,35 @@ def test_deltas_add_up_to_the_sample(server: Any, binary: bool) -> None:
         assert sample.keys() == wanted.keys()
         for name in ("token_ids", "weight_versions", "finish_reason", "prompt_logprobs"):
             assert sample[name] == wanted[name]
+
+
+def test_both_clients_give_deltas_and_re_attach(server: Any, client: RolloutClient) -> None:
+    call: dict[str, Any] = {"n": 2, "sampling_params": {"max_tokens": 20}, "include": ["model_logprobs"]}
+
+    def check(items: list[Any]) -> None:
+        sums: dict[int, list[int]] = {0: [], 1: []}
+        done = {}
+        for item in items:
+            if item.delta is not None:
+                assert item.delta.start == len(sums[item.delta.index]) and item.delta.model_logprobs is not None
+                sums[item.delta.index] += item.delta.token_ids
+            else:
+                done[item.sample.index] = item.sample.token_ids
+        assert sums == done and {item.id for item in items} == {"mine"}
+
+    check(list(client.stream([[3]], tokens=True, request_id="mine", detach_s=5, **call)))
+    check(list(client.reattach_stream("mine", tokens=True)))
+    whole = client.reattach("mine")
+    with pytest.raises(UnknownRequest, match="theirs"):
+        client.reattach("theirs")
+
+    async def run() -> None:
+        async with AsyncRolloutClient(server.url) as other:
+            check([item async for item in other.stream([[3]], tokens=True, request_id="mine", detach_s=5, **call)])
+            check([item async for item in other.reattach_stream("mine", tokens=True)])
+            assert (await other.reattach("mine")).results == whole.results
+
+    asyncio.run(run())
 
 
 def output(start: int, end: int, **end_fields: Any) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""A fault injected anywhere in the front ends its own item or call; neighbours are bit-equal. Ids alone need no tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rollsync import EngineConfig
+from rollsync.rollout.server import replies
+from rollsync.rollout.server.app import create_app
+from rollsync.rollout.server.engine_client import EngineProcess
+from rollsync.rollout.server.guard import Access
+from rollsync.rollout.server.text import TextService
+
+
+class Brittle:
+    """A tokenizer of one byte per token that counts its calls and breaks where told."""
+
+    is_byte_level = True
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.bad_token = -1
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        self.calls += 1
+        if "break" in text:
+            raise RuntimeError("no ids today")
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        self.calls += 1
+        if token == self.bad_token:
+            raise RuntimeError("no text today")
+        return bytes([token])
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        raise RuntimeError("no template today")
+
+
+class Front:
+    def __init__(self, http: httpx.AsyncClient, engine: EngineProcess, tokenizer: Brittle) -> None:
+        self.http, self.engine, self.tokenizer = http, engine, tokenizer
+
+    async def rollouts(self, *prompts: dict[str, Any], **more: Any) -> Any:
+        body = {"prompts": prompts, "sampling_params": {"max_tokens": 6}, **more}
+        return (await self.http.post("/v1/rollouts", json=body, headers={"Accept": "application/json"})).json()
+
+    async def stream(self, *prompts: dict[str, Any], **more: Any) -> str:
+        body = {"prompts": prompts, "sampling_params": {"max_tokens": 6}, "stream": "tokens", **more}
+        return (await self.http.post("/v1/rollouts", json=body)).text
+
+
+@pytest.fixture(scope="module")
+def in_front() -> Callable[[Callable[[Front], Coroutine[Any, Any, None]]], None]:
+    """Runs a coroutine over an app in this process, in front of a fake engine in another."""
+
+    def run(work: Callable[[Front], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            config = EngineConfig(model="fake")
+            engine = EngineProcess(config, factory="fake_engine:build")
+            text, tokenizer = TextService(config), Brittle()
+            text._tokenizer = tokenizer  # type: ignore[assignment]
+            await engine.start()
+            try:
+                await engine.ready()
+                app = create_app(engine, text, Access(host="127.0.0.1"), "0")
+                transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=20) as http:
+                    await work(Front(http, engine, tokenizer))
+            finally:
+                await engine.stop()
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def fake_engine_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+def columns(result: Any) -> Any:
+    return [(s["token_ids"], s["logprobs"], s["finish_reason"]) for s in result["samples"]]
+
+
+def test_faults_end_their_own_item(in_front: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(front: Front) -> None:
+        good = [{"token_ids": [1]}, {"token_ids": [2]}]
+        wanted = [columns(r) for r in (await front.rollouts(*good, n=2))["results"]]
+        assert front.tokenizer.calls == 0, "ids in, ids out: nobody asked for text"
+        streamed = await front.stream(*good, include=["prompt_logprobs"])
+        assert "event: done" in streamed and front.tokenizer.calls == 0
+
+        broken = await front.rollouts(good[0], {"text": "break"}, {"messages": [{"role": "user"}]}, good[1], n=2)
+        assert [columns(broken["results"][i]) for i in (0, 3)] == wanted
+        assert [broken["results"][i]["error"]["code"] for i in (1, 2)] == ["internal", "bad_request"]
+        assert "no ids today" in broken["results"][1]["error"]["message"]
+
+        front.tokenizer.bad_token = wanted[0][1][0][3]  # in the first prompt's second sample alone
+        decoded = await front.rollouts(*good, n=2, include=["text"])
+        ends = [[s["finish_reason"] for s in r["samples"]] for r in decoded["results"]]
+        assert ends == [["length", "error"], ["length", "length"]]
+        assert [[s["token_ids"] for s in r["samples"]] for r in decoded["results"]] == [[c[0] for c in r] for r in wanted]
+        assert "no text today" in decoded["results"][0]["samples"][1]["error"]
+        events = await front.stream(*good, n=2, include=["text"])
+        assert events.count("event: sample") == 4 and "no text today" in events and "event: done" in events
+
+        submit = front.engine.submit
+
+        def refuse_second(request: Any, deliver: Any) -> None:
+            if request.prompt_token_ids == (2,):
+                raise RuntimeError("no admission today")
+            submit(request, deliver)
+
+        monkeypatch.setattr(front.engine, "submit", refuse_second)
+        refused = await front.rollouts(*good, n=2)
+        assert columns(refused["results"][0]) == wanted[0] and "no admission today" in refused["results"][1]["error"]["message"]
+        monkeypatch.undo()
+
+        whole = asyncio.create_task(front.rollouts(good[0], n=2))
+        monkeypatch.setattr(replies, "frame", lambda event, binary: 1 / 0)  # a stream that cannot be written
+        assert "event" not in await front.stream(*good)
+        assert columns((await whole)["results"][0]) == wanted[0]
+        status = (await front.http.get("/v1/engine/status")).json()
+        assert status["calls_in_flight"] == 0
+
+    in_front(work)
