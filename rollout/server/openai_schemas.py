@@ -38,6 +38,7 @@ _ENTRY = (Item("token", STRING), Item("logprob", nullable(NUMBER)), Item("bytes"
 _CONTENT = reply_schema(
     "One entry per token.",
     Item("content", array(reply_schema("", *_ENTRY, Item("top_logprobs", array(reply_schema("", *_ENTRY)), "likeliest first")))),
+    Item("refusal", {"type": "null"}),
 )
 _USAGE = reply_schema(
     "Token counts of one call.",
@@ -54,7 +55,7 @@ _HEAD = (
     Item("system_fingerprint", nullable(STRING), "of the numerics"),
     Item("usage", nullable(ref("OpenAIUsage")), "in a stream: in its last chunk, if include_usage asks for it", always=False),
 )
-_PROMPT = (i for i in _END if i.name.startswith("prompt_"))
+_PROMPT = tuple(i for i in _END if i.name.startswith("prompt_"))
 _MESSAGE = reply_schema("", Item("role", STRING), Item("content", STRING), Item("refusal", {"type": "null"}))
 _DELTA = reply_schema("", Item("role", STRING, always=False), Item("content", STRING, always=False))
 _CHAT_END = tuple(i for i in _END if not i.name.startswith("prompt_"))
@@ -86,6 +87,7 @@ COMPONENTS: dict[str, Schema] = {
     "ChatChunk": reply_schema(
         "Part of one choice. The stream ends with `data: [DONE]`, or with an error.",
         *_HEAD,
+        Item("prompt_token_ids", array(INTEGER), "in the first chunk, with return_token_ids", always=False),
         _choices(Item("delta", _DELTA), Item("logprobs", nullable(_CONTENT)), *_CHAT_END),
     ),
     "OpenAIUsage": _USAGE,

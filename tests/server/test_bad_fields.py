@@ -5,6 +5,7 @@ The cases are made from the tables, so a new field or route is tested without a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -120,15 +121,17 @@ def refused_values(schema: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def encodings(body: Any) -> Iterator[tuple[str, bytes]]:
-    yield "application/json", json.dumps(body).encode()
-    if '"1e400"' not in json.dumps(body):
-        with_overflow = json.dumps(body).replace("Infinity", "1e400")
-        yield "application/json", with_overflow.encode()
-    try:
-        yield MSGPACK, msgpack.packb(body)
-    except OverflowError:  # more than 64 bits: no msgpack can say it
-        return
+def encodings(body: Any, value: Any, turn: int) -> Iterator[tuple[str, bytes]]:
+    """JSON and msgpack by turns; both for what is not finite, which JSON can only write as a number too large."""
+    plain = json.dumps(body).encode()
+    is_float = isinstance(value, float) and not math.isfinite(value)
+    if is_float and math.isinf(value):
+        yield "application/json", plain.replace(b"Infinity", b"1e400")
+    if is_float or turn % 2:
+        with contextlib.suppress(OverflowError):  # more than 64 bits: no msgpack can say it
+            yield MSGPACK, msgpack.packb(body)
+            return
+    yield "application/json", plain
 
 
 @pytest.fixture(scope="module")
@@ -163,16 +166,13 @@ def test_numbers_out_of_bounds_are_refused_by_name(texts: Any, neighbour: None, 
     wrong, count = [], 0
     with httpx.Client(base_url=texts.url, timeout=30) as http:
         for path, schema in numbers(body_schema):
-            for value in refused_values(schema):
-                for content_type, content in encodings(put(least(body_schema), body_schema, path, value)):
+            for turn, value in enumerate(refused_values(schema)):
+                for content_type, content in encodings(put(least(body_schema), body_schema, path, value), value, turn):
                     answer = http.post(route, content=content, headers={"Content-Type": content_type, "Accept": "application/json"})
                     error = answer.json().get("error") or {}
-                    named = error.get("field") or error.get("param") or ""
-                    literal = content_type != MSGPACK and (b"NaN" in content or b"Infinity" in content) and not isinstance(value, str)
+                    named, whole = error.get("field") or error.get("param") or "", spelled(path)
                     count += 1
-                    whole = spelled(path)
-                    by_name = literal or named == whole or (named and whole.startswith(f"{named}["))
-                    if not 400 <= answer.status_code < 500 or not by_name:
+                    if not 400 <= answer.status_code < 500 or not (named == whole or (named and whole.startswith(f"{named}["))):
                         wrong.append((whole, value, content_type, answer.status_code, error))
     assert not wrong, f"{len(wrong)} of {count}: {wrong[:8]}"
     assert count > 0 or not list(numbers(body_schema))

@@ -84,12 +84,23 @@ def reply_schema(method: str, path: str, answer: httpx.Response) -> dict[str, An
 SAMPLING = {"max_tokens": 3, "seed": 4, "top_logprobs": 2}
 INCLUDE = ["text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs"]
 ROLLOUT = {"prompts": [{"text": "ab"}, {"token_ids": [999]}], "n": 2, "sampling_params": SAMPLING, "include": INCLUDE}
+OPENAI = {"max_tokens": 3, "n": 2, "logprobs": 2, "seed": 3, "return_token_ids": True}
+CHAT = {"messages": [{"role": "user", "content": "ab"}], **OPENAI, "logprobs": True, "top_logprobs": 2}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/rollouts", ROLLOUT),
     ("/v1/rollouts", {"prompts": [{"token_ids": [999]}]}),
     ("/v1/rollouts", {"prompts": []}),
     ("/v1/engine/abort", {"all": True}),
     ("/v1/engine/abort", {}),
+    ("/v1/completions", {"prompt": "ab", **OPENAI}),
+    ("/v1/completions", {"prompt": [], **OPENAI}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "messages": 3}),
+]
+STREAMS = [
+    *(("/v1/rollouts", {**ROLLOUT, "stream": stream}) for stream in (True, "tokens")),
+    ("/v1/completions", {"prompt": "ab", "stream": True, "stream_options": {"include_usage": True}, **OPENAI}),
+    ("/v1/chat/completions", {**CHAT, "stream": True}),
 ]
 
 
@@ -104,10 +115,11 @@ def test_what_answers_is_what_the_schema_lists(short: Any, accept: str) -> None:
             conforms(value, reply_schema(method, path, answer))
 
 
-def test_events_are_those_the_schema_lists(short: Any) -> None:
-    for stream in (True, "tokens"):
-        answer = httpx.post(f"{short.url}/v1/rollouts", json={**ROLLOUT, "stream": stream})
-        events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
-        assert {e["event"] for e in events} >= {"start", "sample", "error", "done"}
-        for event in events:
-            conforms(event, reply_schema("post", "/v1/rollouts", answer))
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_events_are_those_the_schema_lists(short: Any, path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(f"{short.url}{path}", json=body)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert len(events) >= 4 and (path != "/v1/rollouts" or {e["event"] for e in events} >= {"start", "sample", "error", "done"})
+    for event in events:
+        conforms(event, reply_schema("post", path, answer))
