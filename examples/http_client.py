@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 PROMPTS = ("The sea at night is", "The first thing a baker does is")
+TEMPERATURE = 0.8
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def post(http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
 
 def sample(http: httpx.Client) -> dict[str, Any]:
     """All samples of all prompts in one call. The first sample, with its prompt's ids."""
-    params = {"max_tokens": 16, "temperature": 0.8, "seed": 1}
+    params = {"max_tokens": 16, "temperature": TEMPERATURE, "seed": 1}
     body = {"prompts": [{"text": p} for p in PROMPTS], "n": 3, "sampling_params": params, "include": ["text"]}
     reply = post(http, "/v1/rollouts", body)
     for prompt, result in zip(PROMPTS, reply["results"], strict=True):
@@ -84,11 +85,10 @@ def stream(http: httpx.Client) -> None:
 
 
 def score(http: httpx.Client, drawn: dict[str, Any]) -> None:
-    """Give the tokens drawn before instead of drawing: their logprobs are the same, to the bit."""
-    given = {"token_ids": drawn["prompt_token_ids"], "forced_token_ids": drawn["token_ids"], "max_tokens": len(drawn["token_ids"])}
-    body = {"prompts": [given], "sampling_params": {"temperature": 0.8}, "include": ["model_logprobs", "entropy"]}
-    scored = post(http, "/v1/rollouts", body)["results"][0]["samples"][0]
-    print(f"   the logprobs of the first sample again: {scored['logprobs'] == drawn['logprobs']}")
+    """Logprobs of given tokens: those drawn before have the same ones again, to the bit."""
+    item = {"prompt": {"token_ids": drawn["prompt_token_ids"]}, "continuation": {"token_ids": drawn["token_ids"]}}
+    scored = post(http, "/v1/logprobs", {"items": [item], "temperature": TEMPERATURE})["results"][0]
+    print(f"   at temperature {TEMPERATURE}, as drawn: {scored['temperature_logprobs'] == drawn['logprobs']}")
     print(f"   at temperature 1: {[round(x, 3) for x in scored['model_logprobs'][:6]]} ...")
 
 
@@ -122,7 +122,7 @@ def openai(url: str) -> None:
         return
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
-        done = client.completions.create(model=model, prompt=PROMPTS[0], n=2, max_tokens=16, temperature=0.8, seed=1, logprobs=0)
+        done = client.completions.create(model=model, prompt=PROMPTS[0], n=2, max_tokens=16, temperature=TEMPERATURE, seed=1, logprobs=0)
         for choice in done.choices:
             print(f"   {PROMPTS[0]}{choice.text!r}  ({choice.finish_reason})")
 

@@ -195,5 +195,5 @@ def test_quickstart_samples_in_process(folder: Path) -> None:
 
 def test_http_client_goes_the_whole_road(url: str) -> None:
     said = example("examples/http_client.py", "--url", url)
-    assert "again: True" in said and "whole: " in said and "'samples': 6" in said
+    assert "as drawn: True" in said and "whole: " in said and "'samples': 6" in said
     assert "abort (new weights)" in said

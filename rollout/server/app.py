@@ -22,12 +22,12 @@ from .guard import Access, Guard
 from .openapi import document
 from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
 from .replies import ClientGone, StreamReply, WholeReply, encode_aside, error_reply, reply, take, until_disconnect, wants_msgpack
+from .reply_schemas import IF_ALL_FAIL
 from .rollouts import RolloutService, Ticket
 from .schemas import STRING, parameter, route
 from .text import TextService
 
 DEFAULT_MAX_BODY_BYTES = 256 << 20
-REFUSED: dict[int, str | tuple[str, ...]] = dict.fromkeys((400, 503), ("Error", "RolloutsRefused"))
 router = APIRouter()
 ID = parameter("id", STRING, "the request_id, given or told by the start event", "path")
 STREAM = parameter("stream", {"type": "string", "enum": ["false", "true", "samples", "tokens"]}, "as in the body of POST /v1/rollouts")
@@ -40,7 +40,7 @@ def _service(request: Request) -> RolloutService:
 
 @router.post(
     "/v1/rollouts",
-    openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409,), also=REFUSED),
+    openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409,), also=IF_ALL_FAIL),
 )
 async def rollouts(request: Request) -> Response:
     """Sample from prompts. JSON or msgpack by Content-Type and Accept; whole, or streamed by sample.
@@ -58,7 +58,7 @@ async def rollouts(request: Request) -> Response:
 @router.get(
     "/v1/rollouts/{id:path}",
     openapi_extra=route(
-        "Sampling", gives="RolloutsReply", events="RolloutEvent", errors=(404, 409), also=REFUSED, parameters=(ID, STREAM)
+        "Sampling", gives="RolloutsReply", events="RolloutEvent", errors=(404, 409), also=IF_ALL_FAIL, parameters=(ID, STREAM)
     ),
 )
 async def reattach(request: Request, id: str) -> Response:

@@ -71,13 +71,15 @@ ROLLOUTS_REPLY = reply_schema(
     Item("usage", ref("Usage")),
 )
 
-ROLLOUTS_REFUSED = reply_schema(
-    "No prompt was served; the status is that of the first error.",
-    *HEAD,
-    Item("results", array(ref("PromptResult")), "each with its own error"),
-    Item("usage", ref("Usage")),
-    Item("error", ERROR, "that of the first prompt"),
+ALL_REFUSED = reply_schema(
+    "Nothing of a list was served; the status is that of the first error.",
+    Item("error", ERROR, "that of the first"),
+    Item("results", array(OBJECT), "as in the reply with status 200, each with its own error"),
+    *(Item(i.name, i.schema, always=False) for i in HEAD),
+    Item("usage", ref("Usage"), always=False),
 )
+IF_ALL_FAIL: dict[int, str | tuple[str, ...]] = dict.fromkeys((400, 503), ("Error", "AllRefused"))
+"""statuses of routes that take lists, for their `route(also=...)`"""
 
 _ACCEPTED = reply_schema("", _PROMPT_INDEX, Item("prompt_token_ids", IDS))
 ROLLOUT_EVENT = reply_schema(
@@ -142,7 +144,7 @@ STATUS = reply_schema(
 
 COMPONENTS: dict[str, Schema] = {
     "RolloutsReply": ROLLOUTS_REPLY,
-    "RolloutsRefused": ROLLOUTS_REFUSED,
+    "AllRefused": ALL_REFUSED,
     "PromptResult": PROMPT_RESULT,
     "Sample": SAMPLE,
     "Delta": DELTA,
