@@ -29,6 +29,8 @@ Item = dict[str, Any] | RollsyncError
 """a sample or a delta of one as the reply shows it, or the error of a prompt"""
 SENT_KEPT_S = 30.0
 """how long a reply with detach_s is kept once it was sent: what a dropped connection has not delivered cannot be known"""
+YIELD_TOKENS = 1 << 14
+"""after submitting prompts of so many tokens in all, others get a turn"""
 OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs", "prompt_logprobs")
 
 
@@ -150,6 +152,7 @@ class Ticket:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
+        work = 0
         for i, prompt in enumerate(self.call.prompts):
             try:
                 await self._submit(i, prompt)
@@ -161,7 +164,9 @@ class Ticket:
             except Exception as error:  # one prompt's fault must not end the others
                 traceback.print_exc(file=sys.stderr)
                 self._refuse(i, RollsyncError(f"{type(error).__name__}: {error}"))
-            if i % 64 == 63:
+            work += 256 + len(self.prompt_ids[i] or ())
+            if work >= YIELD_TOKENS:
+                work = 0
                 await asyncio.sleep(0)  # a long list must not hold up health
 
     def _refuse(self, i: int, error: RollsyncError) -> None:
