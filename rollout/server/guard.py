@@ -7,6 +7,8 @@ import contextlib
 import hmac
 import ipaddress
 import re
+import sys
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 
@@ -121,9 +123,12 @@ class Guard:
             return
         path: str = scope["path"]
         state = scope.get("state", {})
+        begun = False
 
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 found = getattr(scope.get("route"), "path", path)  # of "/v1/rollouts/abc" the pattern
                 route = found if found in self._routes else "other"
                 self._responses[route, message["status"]] += 1
@@ -140,4 +145,10 @@ class Guard:
             await read_away(receive)
             await error_reply(Request(scope), error)(scope, receive, counted)
         else:
-            await self._app(scope, receive, counted)
+            try:
+                await self._app(scope, receive, counted)
+            except Exception as error:  # the edge of a call: answered here, its connection stays usable
+                if begun:
+                    raise
+                traceback.print_exc(file=sys.stderr)
+                await error_reply(Request(scope, receive), error)(scope, receive, counted)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from rollsync import EngineConfig
-from rollsync.rollout.server import replies
+from rollsync.rollout.server import control, replies
 from rollsync.rollout.server.app import create_app
 from rollsync.rollout.server.engine_client import EngineProcess
 from rollsync.rollout.server.guard import Access
@@ -47,8 +47,8 @@ class Brittle:
 
 
 class Front:
-    def __init__(self, http: httpx.AsyncClient, engine: EngineProcess, tokenizer: Brittle) -> None:
-        self.http, self.engine, self.tokenizer = http, engine, tokenizer
+    def __init__(self, http: httpx.AsyncClient, app: Any, engine: EngineProcess, tokenizer: Brittle) -> None:
+        self.http, self.app, self.engine, self.tokenizer = http, app, engine, tokenizer
 
     async def rollouts(self, *prompts: dict[str, Any], **more: Any) -> Any:
         body = {"prompts": prompts, "sampling_params": {"max_tokens": 6}, **more}
@@ -75,7 +75,7 @@ def in_front() -> Callable[[Callable[[Front], Coroutine[Any, Any, None]]], None]
                 app = create_app(engine, text, Access(host="127.0.0.1"), "0")
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=20) as http:
-                    await work(Front(http, engine, tokenizer))
+                    await work(Front(http, app, engine, tokenizer))
             finally:
                 await engine.stop()
 
@@ -133,6 +133,11 @@ def test_faults_end_their_own_item(in_front: Any, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(replies, "frame", lambda event, binary: 1 / 0)  # a stream that cannot be written
         assert "event" not in await front.stream(*good)
         assert columns((await whole)["results"][0]) == wanted[0]
+        monkeypatch.setattr(control, "ready", lambda service: 1 / 0)
+        transport = httpx.ASGITransport(front.app)  # raises what leaves the app, which closes a real connection
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as strict:
+            answer = await strict.get("/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
         status = (await front.http.get("/v1/engine/status")).json()
         assert status["calls_in_flight"] == 0
 
