@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import BadRequest
@@ -42,6 +43,8 @@ class IncrementalDecoder:
             return self._utf8.decode(self._tokenizer.token_bytes(token_id))
         if token_id in self._byte_tokens:
             return self._push_byte(token_id)
+        if not self._tokenizer.knows(token_id):
+            return ""
         broken, self._run = "�" * len(self._run), b""
         self._pending.append(token_id)
         text = self._new_text()
@@ -76,6 +79,19 @@ class IncrementalDecoder:
         """Text of the pending tokens in the context of those before (a first token may lose its leading space)."""
         before = self._tokenizer.decode(self._settled, skip_special_tokens=False)
         return self._tokenizer.decode(self._settled + self._pending, skip_special_tokens=False)[len(before) :]
+
+
+def decode_all(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """What an `IncrementalDecoder` makes of all of `ids`, in one go where that is sure to be the same."""
+    if tokenizer.is_byte_level:
+        hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        return b"".join([tokenizer.token_bytes(i) for i in ids if i not in hidden]).decode(errors="replace")
+    if tokenizer.joins_tokens:
+        text = tokenizer.decode(ids, skip_special_tokens)
+        if "�" not in text:  # every run of byte tokens was whole characters
+            return text
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+    return "".join(map(decoder.push, ids)) + decoder.finish()
 
 
 class StopStringMatcher:

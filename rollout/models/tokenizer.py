@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -119,6 +120,21 @@ class Tokenizer:
             return {}
         ids = {self.backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
         return {token: byte for token, byte in ids.items() if token is not None}
+
+    @cached_property
+    def joins_tokens(self) -> bool:
+        """Whether text is that of its tokens and of its runs of byte tokens, one after the other, less a space at its beginning."""
+        if self.backend.decoder is None:
+            return False
+        steps = json.loads(self.backend.decoder.__getstate__()).get("decoders", [])
+        while steps and steps[0]["type"] == "Replace":
+            steps.pop(0)
+        strips = all(step["start"] <= 1 and step["stop"] == 0 for step in steps if step["type"] == "Strip")
+        return strips and [step["type"] for step in steps] in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"])
+
+    def knows(self, token_id: int) -> bool:
+        """Whether there is a token of this id; another adds nothing to a text."""
+        return self.backend.id_to_token(token_id) is not None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised. `add_special_tokens` adds BOS where the model has one."""

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from .. import metrics
-from ..errors import RollsyncError
+from ..errors import NoSuchRoute, RollsyncError
 from . import control, openai, openai_schemas, reply_schemas, token_routes
 from .engine_client import EngineProcess
 from .guard import Access, Guard
@@ -69,6 +69,7 @@ async def reattach(request: Request, id: str) -> Response:
     dying connection still delivered cannot be known. By then its request_id may be used again.
     """
     stream = parse_stream(dict(request.query_params))
+    await _service(request).find(id).until_left()
     ticket = _service(request).find(id)
     ticket.attach(stream)
     return await _answer(request, ticket)
@@ -166,7 +167,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{error.detail}: {request.method} {request.url.path} (routes: /openapi.json)"
-    return reply(request, {"error": {"code": "http", "message": text}}, error.status_code, dict(error.headers or {}))
+    return error_reply(request, NoSuchRoute(text), error.status_code, error.headers)
 
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]

@@ -44,6 +44,7 @@ class OpenAIRequest:
     """show tokens as "token_id:7" instead of their text"""
     detokenize: bool
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     add_special_tokens: bool
     request_id: str | None
     group: str | None
@@ -214,7 +215,7 @@ _COMMON_FIELDS = (
     Field("prompt_logprobs", only(0, why="0 gives the prompt's own tokens"), "0 adds the log-probability of each prompt token"),
     Field("detokenize", boolean, "false leaves text empty; logprobs then name tokens by id", True),
     Field("skip_special_tokens", boolean, "leave special tokens out of the text; ids are never changed", True),
-    Field("spaces_between_special_tokens", boolean, "accepted; text is that of the tokens, without added spaces either way"),
+    Field("spaces_between_special_tokens", boolean, "put a space between a special token and what stands beside it", False),
     Field("request_id", string, "name of this call, for abort; it ends the reply's id; 409 while one of that name is in flight"),
     Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", 0),
     Field("group", string, "name shared by calls that are aborted together"),
@@ -282,6 +283,7 @@ def _common(got: dict[str, Any]) -> dict[str, Any]:
         "tokens_as_ids": got.get("return_tokens_as_token_ids", False) or not detokenize,
         "detokenize": detokenize,
         "skip_special_tokens": got.get("skip_special_tokens", True),
+        "spaces_between_special_tokens": got.get("spaces_between_special_tokens", False),
         "request_id": got.get("request_id"),
         "group": got.get("group"),
         "session": got.get("session"),

@@ -16,7 +16,8 @@ from ..errors import RollsyncError
 from ..models.detokenizer import IncrementalDecoder
 from ..wire import unpack_array
 from .openai_protocol import OpenAIRequest
-from .openai_text import ShownText, TokenNames
+from .sample_text import SampleText
+from .token_names import TokenNames
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 """OpenAI has no word for an aborted sample; "abort" is vLLM's. A sample that ends with "error" fails its whole call."""
@@ -87,7 +88,7 @@ class Prompt:
 class Choice:
     """One choice while its tokens come."""
 
-    def __init__(self, request: OpenAIRequest, prompt: Prompt, index: int, text: ShownText | None, names: TokenNames) -> None:
+    def __init__(self, request: OpenAIRequest, prompt: Prompt, index: int, text: SampleText | None, names: TokenNames) -> None:
         self.request, self.prompt, self.index = request, prompt, index
         self.begun = False
         self._text, self._names = text, names
@@ -146,14 +147,16 @@ class Reply:
             self._choices[index] = Choice(self.request, prompt, index, text, self._names)
         return self._choices[index]
 
-    def _new_text(self) -> ShownText:
+    def _new_text(self) -> SampleText:
         params = self.request.params
-        return ShownText(
+        return SampleText(
             self._tokenizer,
             skip_special_tokens=self.request.skip_special_tokens,
+            spaces=self.request.spaces_between_special_tokens,
             stop=params.stop,
             stop_ids=self._stop_ids,
             include_stop=params.include_stop_str_in_output,
+            with_starts=self.request.logprobs is not None,
         )
 
     def _end(self, prompt: Prompt, sample: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
@@ -83,18 +83,18 @@ async def take(request: Request, parse: Callable[[Any], T]) -> T:
     return await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
 
 
-def reply(request: Request, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def reply(request: Request, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     binary = wants_msgpack(request)
     headers = {**HEADERS.get(status, {}), **(headers or {})}
     return Response(encode(value, binary), status, headers, media_type=MSGPACK if binary else "application/json")
 
 
-def error_reply(request: Request, error: BaseException) -> Response:
+def error_reply(request: Request, error: BaseException, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
     """{"error": {"code", "message", "field"?}} with the status of the error's class; on OpenAI's paths as OpenAI writes it."""
-    status = error.status if isinstance(error, RollsyncError) else 500
+    status = status or (error.status if isinstance(error, RollsyncError) else 500)
     if is_openai(request.url.path):
-        return reply(request, error_body(error), status, retry_headers(error))
-    return reply(request, {"error": error_to_wire(error)}, status)
+        return reply(request, error_body(error, status), status, {**retry_headers(status), **(headers or {})})
+    return reply(request, {"error": error_to_wire(error)}, status, headers)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ abort, deadline) ends its engine requests too; a call with `detach_s` outlives i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import traceback
 from collections import Counter
@@ -20,7 +21,7 @@ from .checks import check_vocabulary
 from .engine_client import Output
 from .mailbox import TOKEN_COLUMNS, Mailbox, output_from
 from .protocol import Naming, PromptSpec, RolloutCall
-from .text import SampleText
+from .sample_text import SampleText
 
 if TYPE_CHECKING:
     from .rollouts import RolloutService
@@ -29,6 +30,8 @@ Item = dict[str, Any] | RollsyncError
 """a sample or a delta of one as the reply shows it, or the error of a prompt"""
 SENT_KEPT_S = 30.0
 """how long a reply with detach_s is kept once it was sent: what a dropped connection has not delivered cannot be known"""
+LEAVING_S = 1.0
+"""how long a reader that has all may take to leave, before another is refused"""
 YIELD_TOKENS = 1 << 14
 """after submitting prompts of so many tokens in all, others get a turn"""
 OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs", "prompt_logprobs")
@@ -81,7 +84,8 @@ class Ticket:
         self.aborted: str | None = None
         self.stream = call.stream
         """what the reader wants: "samples", "tokens", or empty"""
-        self.is_read = False
+        self.is_read = self._has_all = False
+        self._left = asyncio.Event()
         self._service, self._engine = service, service.engine
         self._mailbox = Mailbox(keep=call.detach_s > 0)
         self._mailbox.rewind(deltas=call.stream == "tokens")
@@ -107,17 +111,25 @@ class Ticket:
         first, self.aborted = self.aborted is None, self.aborted or reason
         return first
 
+    async def until_left(self) -> None:
+        """Give a reader that has all a moment to leave: who has read a reply to its end may ask for it again at once."""
+        if self._has_all:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), LEAVING_S)
+
     def attach(self, stream: str) -> None:
         """A reader begins, with everything from the beginning. IllegalState if there is one already."""
         if self.is_read:
             raise IllegalState(f"call {self.id!r} is being read by another connection: wait for that one, or close it")
         if self._expiry is not None:
             self._expiry.cancel()
-        self.is_read, self.stream = True, stream
+        self.is_read, self.stream, self._has_all = True, stream, False
+        self._left.clear()
         self._mailbox.rewind(deltas=stream == "tokens")
 
     def finish(self) -> None:
         """All has come: the name is free for others before the caller has the last byte."""
+        self._has_all = True
         if self.call.detach_s:
             self._service.set_aside(self)
         else:
@@ -126,6 +138,7 @@ class Ticket:
     def leave(self, sent: bool) -> None:
         """The reader is gone. With `detach_s` the call is kept: for that long, or, its reply sent, in case the last bytes were lost."""
         self.is_read = False
+        self._left.set()
         if not self.call.detach_s or not self._service.keeps(self):
             self.close()
             return

@@ -194,7 +194,6 @@ def test_a_stream_adds_up_to_the_whole_reply(ai: Any, chat: bool, variant: int) 
         if chat:
             assert own[0].delta.role == "assistant" and len({c.delta.role for c in own[1:]} - {None}) == 0
         if asked.get("logprobs"):
-            assert len(own) > 3
             assert [t for c in own for t in getattr(c, "token_ids", None) or []] == choice.token_ids
             for name in ("content",) if chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
                 assert [v for c in own if c.logprobs for v in getattr(c.logprobs, name)] == getattr(choice.logprobs, name)
@@ -350,6 +349,14 @@ def test_models_and_names(ai: Any, folder: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="served: nice") as error:
             call()
         assert error.value.body["code"] == "model_not_found"
+
+
+def test_a_route_that_is_not_there_is_an_openai_error(ai: Any) -> None:
+    for method, path, status in (("POST", "/models", 405), ("GET", "/chat/completions", 405), ("GET", "/chat/completions/1", 404)):
+        answer = httpx.request(method, f"{ai.base_url}".rstrip("/") + path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error.keys()) == (status, {"message", "type", "param", "code"})
+        assert path in error["message"] and ("allow" in answer.headers) == (status == 405)
 
 
 def test_nulls_are_as_if_left_out(real: Any) -> None:

@@ -15,7 +15,6 @@ import pytest
 from rollsync import AsyncRolloutClient, RolloutClient
 from rollsync.rollout.errors import UnknownRequest
 from rollsync.rollout.server.mailbox import Mailbox, join_spans, output_from
-from rollsync.rollout.server.text import SampleText
 from rollsync.rollout.wire import MSGPACK, pack_array, unpack_array
 
 COLUMNS = ("token_ids", "logprobs", "model_logprobs")
@@ -170,45 +169,3 @@ def test_a_reader_that_stands_still_stalls_nobody(until: Any, server: Any, clien
     assert server.running() == 0
     assert len(check_sums(frames(still.getresponse().read()))) == 64
     still.close()
-
-
-class Pieces:
-    """A tokenizer of given pieces of bytes; the last one is special."""
-
-    is_byte_level = True
-
-    def __init__(self, *pieces: bytes) -> None:
-        self._pieces = pieces
-        self.special_ids = {len(pieces) - 1}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._pieces[token_id]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(self._pieces[i] for i in ids if not (skip_special_tokens and i in self.special_ids)).decode(errors="replace")
-
-
-@pytest.mark.parametrize("skip", [True, False])
-def test_text_deltas_never_break_a_character_nor_show_a_hidden_stop(skip: bool) -> None:
-    tokenizer = Pieces(b"a", b"ST", b"OP", "é".encode()[:1], "é".encode()[1:], b"xSTOPy", b"S", b"<e>")
-    rng = random.Random(7)
-    for _ in range(400):
-        ids = [rng.randrange(8) for _ in range(rng.randrange(1, 12))]
-        full = tokenizer.decode(ids, False)
-        at = full.find("STOP")
-        if at >= 0:  # it would have ended with the token that completes it
-            count = next(k for k in range(1, len(ids) + 1) if "STOP" in tokenizer.decode(ids[:k], False))
-            ids = ids[:count]
-        shown = tokenizer.decode(ids, skip)
-        for hidden, include in (((), False), (("STOP",), False), (("STOP",), True)):
-            text = SampleText(tokenizer, skip, hidden, include)
-            cut = rng.randrange(len(ids))
-            parts = [text.push([i]) for i in ids[:cut]]
-            parts.append(text.finish(ids[cut:], "STOP" if at >= 0 else None))
-            assert text.text == "".join(parts)
-            if not hidden or at < 0:
-                assert text.text == shown
-            elif not skip or 7 not in ids:
-                assert text.text == full[: at + 4 if include else at]
-            elif not include:
-                assert shown.startswith(text.text) and len(shown) - len(text.text) >= len("STOP") - full[at:].count("<")

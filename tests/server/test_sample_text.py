@@ -1,4 +1,4 @@
-"""Text of choices: nothing is shown that would have to be taken back, and a stream shows what a whole reply shows."""
+"""Text of samples: nothing is shown that would have to be taken back, and a stream shows what a whole reply shows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from rollsync.rollout.errors import DuplicateRequest, Overloaded, RollsyncError
+from rollsync.rollout.models.detokenizer import decode_all
 from rollsync.rollout.models.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 from rollsync.rollout.server.openai_errors import error_body, retry_headers
 from rollsync.rollout.server.openai_protocol import parse_completion
 from rollsync.rollout.server.openai_replies import Prompt, Reply
-from rollsync.rollout.server.openai_text import ShownText, TokenNames
+from rollsync.rollout.server.sample_text import SampleText
+from rollsync.rollout.server.token_names import TokenNames
 from rollsync.rollout.wire import pack_array
 
 SPECIALS = ["<unk>", "<s>", "</s>"]
@@ -86,7 +88,7 @@ def ended(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], stop_ids:
     return ids, None
 
 
-def dealt(rng: random.Random, shown: ShownText, ids: list[int], reason: int | str | None) -> list[str]:
+def dealt(rng: random.Random, shown: SampleText, ids: list[int], reason: int | str | None) -> list[str]:
     """The pieces of one stream; as a ticket does it, the last tokens may come before it is known that they are the last."""
     cuts = sorted(rng.randrange(len(ids) + 1) for _ in range(rng.randrange(len(ids) + 1)))
     cuts += [len(ids)] * rng.randrange(2)
@@ -96,24 +98,23 @@ def dealt(rng: random.Random, shown: ShownText, ids: list[int], reason: int | st
 
 def test_however_tokens_are_dealt_out_the_text_is_one(tokenizer: Tokenizer) -> None:
     rng = random.Random(7)
-    for _ in range(400):
+    for _ in range(250):
         skip, include = rng.random() < 0.5, rng.random() < 0.5
         source = tokenizer.decode(some_ids(rng, tokenizer), skip_special_tokens=False) or "x"
         starts = [rng.randrange(len(source)) for _ in range(rng.randrange(3))]
         stop = tuple(source[a : a + rng.randrange(1, 5)] for a in starts)
         stop_ids = frozenset({2} if rng.random() < 0.5 else ())
         ids, reason = ended(tokenizer, some_ids(rng, tokenizer) + some_ids(rng, tokenizer), stop, stop_ids)
-
-        def new(
-            skip: bool = skip, stop: tuple[str, ...] = stop, stop_ids: frozenset[int] = stop_ids, include: bool = include
-        ) -> ShownText:
-            return ShownText(tokenizer, skip_special_tokens=skip, stop=stop, stop_ids=stop_ids, include_stop=include)
-
-        one = new()
+        options: dict[str, Any] = {"skip_special_tokens": skip, "stop": stop, "stop_ids": stop_ids, "include_stop": include}
+        one = SampleText(tokenizer, **options, with_starts=True)
         whole = one.finish(ids, reason)
+        assert SampleText(tokenizer, **options).finish(ids, reason) == whole
         for _ in range(3):
-            many = new()
-            assert "".join(dealt(rng, many, ids, reason)) == whole and many.starts == one.starts
+            many = SampleText(tokenizer, **options, with_starts=True)
+            assert "".join(dealt(rng, many, ids, reason)) == whole == many.text and many.starts == one.starts
+        spaced = [SampleText(tokenizer, **options, spaces=True) for _ in range(2)]
+        assert spaced[0].finish(ids, reason) == "".join(dealt(rng, spaced[1], ids, reason))
+        assert skip or spaced[0].text.replace(" ", "") == whole.replace(" ", "")
         decoder = IncrementalDecoder(tokenizer, skip)
         kept = ids[:-1] if isinstance(reason, int) and not include else ids
         text = "".join(map(decoder.push, kept)) + decoder.finish()
@@ -126,18 +127,35 @@ def test_however_tokens_are_dealt_out_the_text_is_one(tokenizer: Tokenizer) -> N
             assert not any(s in whole for s in stop)
 
 
+def test_a_whole_text_at_once_is_that_of_its_tokens(tokenizer: Tokenizer) -> None:
+    rng = random.Random(3)
+    for _ in range(400):
+        ids, skip = some_ids(rng, tokenizer), rng.random() < 0.5
+        decoder = IncrementalDecoder(tokenizer, skip)
+        assert decode_all(tokenizer, ids, skip) == "".join(map(decoder.push, ids)) + decoder.finish()
+
+
+def test_spaces_stand_beside_shown_special_tokens_alone(byte_level: Tokenizer) -> None:
+    ids = [1, *byte_level.encode("ab"), 2, 2, *byte_level.encode("c")]
+    for stop, shown in (((), "<s> ab </s> </s> c"), (("c",), "<s> ab </s> </s>"), (("></s",), "<s> ab </s")):
+        text = SampleText(byte_level, skip_special_tokens=False, spaces=True, stop=stop)
+        taken = ids if stop != ("></s",) else ids[:5]
+        assert "".join(text.push([i]) for i in taken) + text.finish([], stop[0] if stop else None) == shown
+    assert SampleText(byte_level, spaces=True).finish(ids, None) == "abc"
+
+
 def test_good_text_is_shown_as_it_is_decoded(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = [1, *tokenizer.encode(text), 2, *tokenizer.encode(text)]
         for skip in (True, False):
-            shown = ShownText(tokenizer, skip_special_tokens=skip, stop=("never seen",), stop_ids=frozenset(), include_stop=False)
+            shown = SampleText(tokenizer, skip_special_tokens=skip, stop=("never seen",))
             pieces = [shown.push([i]) for i in ids]
             assert "".join(pieces) + shown.finish([], None) == tokenizer.decode(ids, skip_special_tokens=skip)
             assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_only_what_may_begin_a_stop_string_waits(byte_level: Tokenizer) -> None:
-    shown = ShownText(byte_level, skip_special_tokens=True, stop=("low", "owed"), stop_ids=frozenset(), include_stop=False)
+    shown = SampleText(byte_level, stop=("low", "owed"))
     given = [shown.push([token]) for token in byte_level.encode("hello ok lo")]
     assert given == ["h", "e", "", "l", "", "lo ", "", "ok", " ", "", ""]
     assert shown.finish(byte_level.encode("w!")[:1], "low") == ""
@@ -186,5 +204,5 @@ def test_a_sample_that_failed_fails_the_call() -> None:
 
 
 def test_what_openai_clients_repeat_by_themselves() -> None:
-    for error, again in ((Overloaded("x"), True), (RollsyncError("x"), False), (DuplicateRequest("x"), False), (ValueError("x"), False)):
-        assert (retry_headers(error) == {}) == again
+    for error, again in ((Overloaded, True), (RollsyncError, False), (DuplicateRequest, False)):
+        assert (retry_headers(error.status) == {}) == again
