@@ -21,6 +21,7 @@ from ..models import decoder
 from ..models.config import DecoderConfig, load_decoder_config, resolve_model_path
 from ..models.layers import all_rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
+from ..models.params import num_parameters
 from .admission import MAX_BANNED_IDS
 from .batch import BatchBuilder, Slots
 from .config import EngineConfig
@@ -196,9 +197,10 @@ class ModelRunner:
             head_dim=model.head_dim,
             dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
         )
-        needed, total = model.num_parameters * layout.dtype.itemsize, total_memory()
+        parameters = num_parameters(model)
+        needed, total = parameters * layout.dtype.itemsize, total_memory()
         if needed > total:
-            raise ConfigError(f"the model's {model.num_parameters} parameters take {needed} bytes as {dtype}, and there are {total} in all")
+            raise ConfigError(f"the model's {parameters} parameters take {needed} bytes as {dtype}, and there are {total} in all")
         return config.resolve(
             checkpoint_dtype=model.dtype,
             model_context=model.max_position_embeddings,

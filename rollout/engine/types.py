@@ -16,6 +16,9 @@ from ..fields import did_you_mean
 INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
 MAX_SAMPLES = 4096
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
 U64 = 1 << 64
 
 
@@ -78,6 +81,8 @@ def _bias(value: Any) -> dict[int, float]:
     """Biases by id, ids ascending."""
     if not isinstance(value, Mapping):
         raise BadRequest(f"logit_bias must be an object of token ids and biases, got {type(value).__name__}", field="logit_bias")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise BadRequest(f"logit_bias must name at most {MAX_LOGIT_BIAS} ids, got {len(value)}", field="logit_bias")
     found: dict[int, float] = {}
     for key, bias in value.items():
         token = _key(key)
@@ -152,7 +157,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """taken off the logit of an id once for each time it is in the output so far; [-2, 2]"""
     logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
-    """added to the logits of ids; keys are ids (ints, or decimal strings as JSON has them), values numbers in [-100, 100]"""
+    """added to the logits of ids; keys are ids (ints, or decimal strings as JSON has them), values numbers in [-100, 100]; at most 1024"""
     allowed_token_ids: tuple[int, ...] | None = None
     """the only ids that may be drawn, EOS ids too; None allows all. With min_tokens, one of them at least must not end a sample"""
     top_logprobs: int = 0
@@ -161,7 +166,7 @@ class SamplingParams:
     seed: int | None = None
     """key of the random stream, [0, 2**64); None draws one from the engine's entropy, and the output reports it"""
     stop: tuple[str, ...] = ()
-    """strings that end a sample once its text contains one"""
+    """strings that end a sample once its text contains one; at most 64, of at most 1024 characters"""
     include_stop_str_in_output: bool = False
     """whether the text goes on to the end of the stop string, or ends before it; token ids are never cut"""
     stop_token_ids: tuple[int, ...] = ()
@@ -183,7 +188,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise BadRequest(f"stop must be a non-empty string or a list of them, got {show(self.stop)}", field="stop")
+        if len(stop) > MAX_STOPS:
+            raise BadRequest(f"stop must hold at most {MAX_STOPS} strings, got {len(stop)}", field="stop")
         for s in stop:
+            if len(s) > MAX_STOP_CHARS:
+                raise BadRequest(f"stop must hold strings of at most {MAX_STOP_CHARS} characters, got one of {len(s)}", field="stop")
             _text("stop", s)
         put(self, "stop", stop)
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))

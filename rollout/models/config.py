@@ -91,14 +91,6 @@ class DecoderConfig:
     def kv_rows(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all weights, tied ones once."""
-        d, per_layer = self.hidden_size, 0
-        per_layer += (2 * self.q_rows + 2 * self.kv_rows) * d + 3 * self.intermediate_size * d + 2 * d
-        per_layer += self.q_rows + 2 * self.kv_rows if self.qkv_bias else 0
-        return self.num_layers * per_layer + d + self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-
 
 def load_decoder_config(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> DecoderConfig:
     """Read the configuration of a folder holding config.json, or of a .gguf file.

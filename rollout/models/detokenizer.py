@@ -117,13 +117,15 @@ class StopStringMatcher:
         self._tail = ""
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that the text contains as of this token: the one that ends first, then the longest."""
+        """The stop string that this token completes: of several the one that ends first, then the longest."""
         new = self._decoder.push(token_id)
         if not new:
             return None
+        known = len(self._tail)
         text = self._tail + new
         self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
-        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        # One that ended before was told then, and let pass: only what ends within the new text counts.
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s, max(0, known - len(s) + 1))) >= 0]
         return min(found)[2] if found else None
 
 

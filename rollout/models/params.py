@@ -19,6 +19,7 @@ whole embedding, which are the rows an untied head would hold.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -201,6 +202,11 @@ def hf_shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
     A tied model may also hold `lm_head.weight` (see `tied_name`), and any model rotary buffers.
     """
     return {name: entry.shape for name, entry in _table(cfg).items()}
+
+
+def num_parameters(cfg: DecoderConfig) -> int:
+    """Elements of all weights, tied ones once."""
+    return sum(math.prod(shape) for shape in hf_shapes(cfg).values())
 
 
 def tied_name(cfg: DecoderConfig, hf_name: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from ..engine.types import INCLUDES, is_utf8
+from ..engine.types import INCLUDES, MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS, is_utf8
 from ..errors import BadRequest, NotSupported, show
 from ..fields import did_you_mean
 from ..wire import is_array, unpack_array
@@ -125,6 +125,22 @@ def text(path: str, value: Any) -> Any:
     return value
 
 
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
+
+@check({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]})
+def stops(path: str, value: Any) -> Any:
+    """A tuple of stop strings."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or len(listed) > MAX_STOPS:
+        raise fail(path, f"a string or a list of at most {MAX_STOPS} strings", value)
+    for i, item in enumerate(listed):
+        where = path if isinstance(value, str) else f"{path}[{i}]"
+        if len(string(where, item)) > MAX_STOP_CHARS:
+            raise fail(where, f"a string of at most {MAX_STOP_CHARS} characters", item)
+    return tuple(listed)
+
+
 @check({"type": "boolean"})
 def boolean(path: str, value: Any) -> Any:
     if not isinstance(value, bool):
@@ -171,6 +187,14 @@ def messages(path: str, value: Any) -> Any:
 def mapping(path: str, value: Any) -> Any:
     if not isinstance(value, dict):
         raise fail(path, "an object", value)
+    return value
+
+
+@check({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}, "maxProperties": MAX_LOGIT_BIAS})
+def logit_bias(path: str, value: Any) -> Any:
+    """An object of so many values; what they must be is SamplingParams' to say."""
+    if len(mapping(path, value)) > MAX_LOGIT_BIAS:
+        raise BadRequest(f"{path} must name at most {MAX_LOGIT_BIAS} ids, got {len(value)}", field=path)
     return value
 
 

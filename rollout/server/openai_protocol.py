@@ -12,12 +12,28 @@ from typing import Any
 from ..engine.types import MAX_SAMPLES, U64, SamplingParams
 from ..errors import BadRequest, NotSupported
 from ..wire import is_array
-from .checks import Check, Field, boolean, check, fail, integer, mapping, number, read, seconds, string, template_variables, text, token_ids
+from .checks import (
+    Check,
+    Field,
+    boolean,
+    check,
+    fail,
+    integer,
+    logit_bias,
+    mapping,
+    number,
+    read,
+    seconds,
+    stops,
+    string,
+    template_variables,
+    text,
+    token_ids,
+)
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default, for completions only; a chat takes the room that is left"""
 MAX_PROMPTS = 65536
-MAX_STOPS = 64
 MAX_LOGPROBS = 20
 
 
@@ -71,16 +87,6 @@ def only(*allowed: Any, why: str) -> Check:
         return value
 
     return run
-
-
-@check({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]})
-def stops(path: str, value: Any) -> Any:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or len(listed) > MAX_STOPS:
-        raise fail(path, f"a string or a list of at most {MAX_STOPS} strings", value)
-    for i, item in enumerate(listed):
-        string(path if isinstance(value, str) else f"{path}[{i}]", item)
-    return tuple(listed)
 
 
 _PROMPT_KINDS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
@@ -200,7 +206,7 @@ SAMPLING_FIELDS = (
     Field("presence_penalty", _penalty, "taken off the logits of ids in the output so far", 0.0),
     Field("frequency_penalty", _penalty, "taken off the logit of an id once for each time it is in the output so far", 0.0),
     Field("repetition_penalty", number(0.01, 100.0), "divides the logits of ids seen so far if positive, else multiplies them", 1.0),
-    Field("logit_bias", mapping, "token ids (as decimal strings) and what is added to their logits, [-100, 100]"),
+    Field("logit_bias", logit_bias, "token ids (as decimal strings) and what is added to their logits, [-100, 100]"),
     Field("allowed_token_ids", token_ids, "the only ids that may be drawn"),
 )
 

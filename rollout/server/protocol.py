@@ -17,12 +17,14 @@ from .checks import (
     fail,
     include,
     integer,
+    logit_bias,
     messages,
     number,
     object_schema,
     objects,
     read,
     seconds,
+    stops,
     string,
     template_variables,
     text,
@@ -158,8 +160,9 @@ def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
     for name in ("stop_token_ids", "allowed_token_ids"):
         if wire.get(name) is not None:
             wire = {**wire, name: token_ids(f"{path}.{name}", wire[name])}
-    if not isinstance(wire.get("stop", []), str | list | None):
-        raise fail(f"{path}.stop", "a string or a list of strings", wire["stop"])
+    for name, look in (("stop", stops), ("logit_bias", logit_bias)):
+        if wire.get(name) is not None:
+            wire = {**wire, name: look(f"{path}.{name}", wire[name])}
     try:
         return SamplingParams.from_wire({k: v for k, v in wire.items() if v is not None})
     except BadRequest as error:
@@ -258,9 +261,6 @@ def parse_abort(body: Any) -> tuple[str, Any, str]:
     return *chosen[0], reason
 
 
-_STOP = {"anyOf": [string.schema, {"type": "array", "items": string.schema}]}
-
-
 def schemas() -> dict[str, Schema]:
     """Component schemas of the request bodies."""
     one_of = [{"required": [name]} for name in ("token_ids", "text", "messages")]
@@ -268,7 +268,8 @@ def schemas() -> dict[str, Schema]:
         "Rollouts": object_schema(ENVELOPE_FIELDS),
         "Prompt": object_schema(PROMPT_FIELDS, "Exactly one of token_ids, text, messages.", anyOf=one_of),
         "SamplingParams": of_dataclass(
-            SamplingParams, SAMPLING_BOUNDS, skip=("n",), stop=_STOP, stop_token_ids=token_ids.schema, allowed_token_ids=token_ids.schema
+            SamplingParams, SAMPLING_BOUNDS, skip=("n",), stop=stops.schema, logit_bias=logit_bias.schema,
+            stop_token_ids=token_ids.schema, allowed_token_ids=token_ids.schema,
         ),
         "Abort": object_schema(ABORT_FIELDS, "Exactly one of request_id, group, session, all."),
     }

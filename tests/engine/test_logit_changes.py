@@ -207,8 +207,9 @@ BAD_VALUES: dict[str, list[Any]] = {
     "logit_bias": [
         [], [[1, 2.0]], "a", 3, {1: NAN}, {1: 101}, {1: -INF}, {1: "2"}, {1: None}, {1: True}, {-1: 1.0}, {"-1": 1.0}, {"x": 1.0},
         {"1.0": 1.0}, {1.0: 1.0}, {True: 1.0}, {2**31: 1.0}, {"9" * 5000: 1.0}, {"1": 0.5, 1: 0.5}, {"1": 0.5, "01": 0.5}, {"": 1.0},
-        {"\u0661": 1.0},
+        {"\u0661": 1.0}, dict.fromkeys(range(1025), 1.0),
     ],
+    "stop": ["", [""], [1], ["a" * 1025], "a" * 1025, [str(i) for i in range(65)], ["a"] * 65],
     "allowed_token_ids": [[], (), "12", [-1], [2**31], [1.0], [True], ["1"], 3, [None], {}],
     "top_logprobs": [-1, 21, 1.0, True, "5", None, 2**70, NAN],
     "include_stop_str_in_output": [1, "true", None],
@@ -230,7 +231,10 @@ def test_good_values_survive_both_wires() -> None:
     assert SamplingParams.from_wire(json.loads(json.dumps(params.to_wire()))) == params
     assert SamplingParams.from_wire(msgpack.unpackb(msgpack.packb(params.to_wire()))) == params
     assert SamplingParams(logit_bias=None, allowed_token_ids=None).to_wire() == {}  # type: ignore[arg-type]
-    for edge in ({"repetition_penalty": 100}, {"presence_penalty": -2}, {"logit_bias": {0: -100}}, {"top_logprobs": 20}):
+    for edge in (
+        {"repetition_penalty": 100}, {"presence_penalty": -2}, {"logit_bias": dict.fromkeys(range(1024), -100)}, {"top_logprobs": 20},
+        {"stop": ["a" * 1024] * 64},
+    ):  # fmt: skip
         SamplingParams(**edge)
 
 

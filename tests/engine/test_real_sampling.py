@@ -96,6 +96,17 @@ def test_a_stop_string_ends_a_sample(engine: Engine) -> None:
     assert output.token_ids == free.token_ids[:cut] and (output.finish_reason, output.stop_reason) == ("stop", stop)
 
 
+def test_a_stop_string_that_min_tokens_let_pass_does_not_end_the_sample_later(engine: Engine) -> None:
+    free = sample(engine, n=1, max_tokens=200)[0]
+    pieces = [engine.tokenizer.decode(free.token_ids[:i]) for i in range(201)]
+    early = next(c for c in pieces[8] if c.isascii() and c.isprintable())
+    later = [i for i in range(9, 201) if early in pieces[i][len(pieces[i - 1]) :]]
+    for more in ((), ("never to be seen" * 8,)):
+        output = sample(engine, n=1, max_tokens=200, min_tokens=9, stop=(early, *more))[0]
+        assert output.token_ids == free.token_ids[: later[0] if later else 200]
+        assert output.stop_reason == (early if later else None)
+
+
 def test_the_end_of_text_id_ends_a_sample(engine: Engine) -> None:
     ended = [o for i in range(25) for o in sample(engine, n=8, seed=i, ignore_eos=False) if o.finish_reason == "stop"]
     assert ended and all(o.token_ids.index(2) == len(o.token_ids) - 1 and o.stop_reason == 2 for o in ended)

@@ -9,6 +9,7 @@ import torch
 from rollsync.rollout.errors import ConfigError, UnsupportedModel
 from rollsync.rollout.models.config import ARCHITECTURES, load_decoder_config, parse_hf_config, resolve_model_path
 from rollsync.rollout.models.layers import rope_tables
+from rollsync.rollout.models.params import num_parameters
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,15 +24,15 @@ LLAMA: dict[str, Any] = {
 
 
 def test_reads_what_transformers_saves(saved: Any) -> None:
-    for name, bias in (("llama", False), ("tied", False), ("qwen2", True)):
+    for name, bias in (("llama", False), ("tied", False), ("qwen2", True), ("qwen3", False)):
         folder, weights = saved[name]
         cfg = load_decoder_config(folder)
         assert (cfg.vocab_size, cfg.hidden_size, cfg.num_layers, cfg.num_heads, cfg.num_kv_heads) == (96, 64, 2, 8, 4)
-        assert cfg.head_dim == (16 if name == "tied" else 8)
-        assert cfg.tie_word_embeddings == (name == "tied")
+        assert cfg.head_dim == (16 if name in ("tied", "qwen3") else 8)
+        assert cfg.tie_word_embeddings == (name in ("tied", "qwen3"))
         assert (cfg.qkv_bias, cfg.dtype, cfg.eos_token_ids) == (bias, "float32", (2,))
         unique = {tensor.data_ptr(): tensor.numel() for tensor in weights.values()}
-        assert cfg.num_parameters == sum(unique.values())
+        assert num_parameters(cfg) == sum(unique.values())
 
 
 def test_old_and_new_rope_layouts_mean_the_same() -> None:

@@ -205,6 +205,18 @@ def test_of_several_stop_strings_the_first_to_end_wins(tokenizer: Tokenizer) -> 
         StopStringMatcher(tokenizer, ("a", ""))
 
 
+def test_a_stop_string_is_told_once_and_only_by_the_token_that_completes_it(tokenizer: Tokenizer) -> None:
+    text = "ab" + "0123456789" * 2 + "ab"
+    for stop in (("ab",), ("ab", "0123456789"), ("zzzzzzzzzzzzzzzz", "ab"), ("ab", "89ab")):
+        matcher = StopStringMatcher(tokenizer, stop)
+        so_far = ""
+        for token in tokenizer.encode(text):
+            before, so_far = so_far, so_far + tokenizer.decode([token])
+            ends = [s for s in stop if any(so_far[:n].endswith(s) for n in range(len(before) + 1, len(so_far) + 1))]
+            found = matcher.push(token)
+            assert found in ends if ends else found is None, (stop, so_far)
+
+
 def test_a_stop_string_sees_generated_text_only(tokenizer: Tokenizer) -> None:
     matcher = StopStringMatcher(tokenizer, ("ab",))
     assert [matcher.push(i) for i in tokenizer.encode("b")] == [None]
