@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import resource
 import socket
 import sys
+import termios
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +39,8 @@ none sends into one just closed"""
 REFUSAL_S = 2.0
 """the same for a connection over the limit"""
 STALLED_READER_S = 3600.0
-"""a peer that takes nothing of what waits for it for this long is dropped; a trainer may read its stream between two long steps"""
+"""a peer that takes nothing of what waits for it for this long is dropped, one that takes it slowly is not; a trainer may read its
+stream between two long steps"""
 MAX_PIPELINED_BYTES = 1 << 16
 """read ahead of a reply in progress, so that a peer's end is noticed although it has sent more"""
 PROBE_IDLE_S, PROBE_EVERY_S, PROBES = 60, 15, 4
@@ -87,7 +91,7 @@ class Connection(H11Protocol):
         super().__init__(**uvicorn_args)
         self._listener, self._over_limit = listener, over_limit
         self._waits_for_request_since: float | None = self.loop.time()
-        self._waits_for_reader_since: float | None = None
+        self._untaken_bytes, self._took_at = 0, self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,38 +101,49 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._listener.lost(self)
 
-    def data_received(self, data: bytes) -> None:
+    def handle_events(self) -> None:
+        """Begin the next request, if it is there: when data came, or when the reply before it has ended."""
         self.app_state = {"over_limit": self._over_limit, "crowded": self._listener.crowded}
-        super().data_received(data)
+        super().handle_events()
         if self._replying:
             self._waits_for_request_since = None
+            self._unset_keepalive_if_required()
             if self.flow.read_paused and not self.cycle.more_body and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
                 self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        self._waits_for_request_since = self.loop.time()
         super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        self._waits_for_reader_since = self.loop.time()
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._waits_for_reader_since = None
-        super().resume_writing()
+        if not self._replying:  # to a request sent ahead
+            self._waits_for_request_since = self.loop.time()
 
     @property
     def _replying(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    def _untaken(self) -> int:
+        """Bytes that wait for the peer: 0 if the kernel has them all, else with what it holds itself."""
+        left = self.transport.get_write_buffer_size()
+        if left:
+            held = array("i", [0])
+            with contextlib.suppress(OSError, ValueError):
+                fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+            left += held[0]
+        return left
+
     def drop_if_kept_waiting(self, now: float) -> None:
         """Close without a word if the peer is too late with its request, or with taking its reply."""
-        if self.transport.is_closing():  # closes when the peer has taken the rest
-            self._waits_for_reader_since = self._waits_for_reader_since or now
-        request_s = REFUSAL_S if self._over_limit else KEEP_ALIVE_S
-        late = self._waits_for_request_since is not None and now - self._waits_for_request_since > request_s
-        stalled = self._waits_for_reader_since is not None and now - self._waits_for_reader_since > STALLED_READER_S
-        if stalled or (late and not self.transport.is_closing()):
+        left = self._untaken()
+        if not left or left != self._untaken_bytes:
+            self._untaken_bytes, self._took_at = left, now
+        if left:
+            late = now - self._took_at > STALLED_READER_S
+            if self._waits_for_request_since is not None:  # not before it has the reply
+                self._waits_for_request_since = now
+        else:
+            request_s = REFUSAL_S if self._over_limit else KEEP_ALIVE_S
+            late = self._waits_for_request_since is not None and now - self._waits_for_request_since > request_s
+            late = late and not self.transport.is_closing()
+        if late:
             self.transport.abort()
 
 

@@ -132,7 +132,7 @@ class Guard:
                 found = getattr(scope.get("route"), "path", path)  # of "/v1/rollouts/abc" the pattern
                 route = found if found in self._routes else "other"
                 self._responses[route, message["status"]] += 1
-                if state.get("crowded"):
+                if state.get("crowded") or state.get("over_limit"):  # the next try may find a place
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 

@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,18 +22,18 @@ FLAGS = ("--num-blocks", "9000", "--block-tokens", "4", "--max-num-seqs", "8", "
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 
 LATER = "\N{HOURGLASS}"
+"""what follows is sent when the test says so"""
 CLIENT = f"""
 import json, socket, sys, time
-LATER = {LATER!r}
-host, port, messages = json.load(sys.stdin)
-held = []
-for message in messages:
-    held.append(socket.create_connection((host, port)))
-    first, later, rest = message.partition(LATER)
-    held[-1].sendall(first.encode())
-    if later:
-        time.sleep(0.3)
-        held[-1].sendall(rest.encode())
+host, port, messages = json.loads(sys.stdin.readline())
+parts = [message.partition({LATER!r}) for message in messages]
+held = [socket.create_connection((host, port)) for _ in messages]
+for connection, (first, _, _) in zip(held, parts):
+    connection.sendall(first.encode())
+sys.stdin.readline()
+for connection, (_, _, rest) in zip(held, parts):
+    connection.sendall(rest.encode())
+print("sent", flush=True)
 time.sleep(600)
 """
 
@@ -81,18 +80,23 @@ def test_a_killed_client_leaves_nothing(scheduled: Any, until: Until, state: str
     until(lambda: scheduled.holds()["calls"] == 0)
     idle = scheduled.holds()
     assert (idle["running"], idle["waiting"], idle["free_blocks"]) == (0, 0, 9000)
-    process = subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def is_reached() -> bool:
+        return (now := scheduled.holds())["front files"] == idle["front files"] + len(messages) and reached(now)
+
     try:
-        assert process.stdin is not None
-        with process.stdin:
-            json.dump([*scheduled.address, messages], process.stdin)
+        assert process.stdin is not None and process.stdout is not None
+        print(json.dumps([*scheduled.address, messages]), file=process.stdin, flush=True)
+        until(is_reached, 20)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "sent\n"
         if LATER in messages[0]:
-            time.sleep(0.5)
-        until(lambda: (now := scheduled.holds())["front files"] == idle["front files"] + len(messages) and reached(now))
+            assert is_reached(), "the first call still runs, so that the next waits behind it"
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    until(lambda: scheduled.holds() == idle, 3.0)
+        process.communicate()
+    until(lambda: scheduled.holds() == idle, 20)
 
 
 def test_connections_dropped_at_any_moment_leave_nothing(scheduled: Any, until: Until) -> None:
@@ -121,8 +125,8 @@ def test_connections_dropped_at_any_moment_leave_nothing(scheduled: Any, until: 
 
         among = asyncio.run(asyncio.wait_for(run(), 60))
     assert among.results[0].samples[0].token_ids == alone.results[0].samples[0].token_ids
-    until(lambda: scheduled.holds()["running"] == 0, 3.0)
-    until(lambda: {**scheduled.holds(), "front files": 0} == {**idle, "front files": 0}, 3.0)
+    until(lambda: scheduled.holds()["running"] == 0, 20)
+    until(lambda: {**scheduled.holds(), "front files": 0} == {**idle, "front files": 0}, 20)
 
 
 class Line:
@@ -202,4 +206,4 @@ def test_an_id_is_free_as_soon_as_its_call_is_answered(server: Any, until: Until
     idle = server.holds()
     ends = asyncio.run(asyncio.wait_for(reuse_one_id(server.address, rounds), 120))
     assert ends["length"] > rounds // 4 and ends["abort"] > rounds // 10, ends
-    until(lambda: server.holds() == idle, 3.0)
+    until(lambda: server.holds() == idle, 20)

@@ -9,16 +9,19 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
+import uvicorn
 from rollsync import AsyncRolloutClient
 from rollsync.rollout.errors import Overloaded
+from rollsync.rollout.server.connections import KEEP_ALIVE_S, STALLED_READER_S, Connection
 from rollsync.rollout.wire import MSGPACK, pack_array
 
 Until = Callable[..., None]
-FOUR = json.dumps({"prompts": [{"token_ids": [1]}], "sampling_params": {"max_tokens": 4}}).encode()
+FOUR, LONG = (json.dumps({"prompts": [{"token_ids": [1]}], "sampling_params": {"max_tokens": m}}).encode() for m in (4, 1400))
 
 
 def file_limit(files: int) -> str:
@@ -137,18 +140,60 @@ def test_half_sent_requests_are_let_go_of(quick: Any, until: Until) -> None:
             (head(len(FOUR) + 99), FOUR + b" " * 99, 0.2),
             (head(len(FOUR)), FOUR, 0.03),  # longer than the grace, but at a good pace
             (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",),
+            (head(len(FOUR)) + FOUR + head(len(LONG)) + LONG,),  # lasts longer than the server waits for a request
         ]
         return await asyncio.gather(*(dribble(quick.address, *send) for send in sends))
 
     idle = quick.holds()
     said = asyncio.run(asyncio.wait_for(run(), 60))
-    assert [words.split(b" ")[1:2] for words in said] == [[], [], [], [b"408"], [b"408"], [b"200"], [b"200"]], said
+    assert [words.split(b" ")[1:2] for words in said] == [[], [], [], [b"408"], [b"408"], [b"200"], [b"200"], [b"200"]], said
+    assert said[-1].count(b"HTTP/1.1 200") == 2 and said[-1].endswith(b"}"), "the second of two calls sent at once is answered too"
     assert b"body_too_slow" in said[3] and b"connection: close" in said[3].lower()
-    until(lambda: quick.holds() == idle, 5)
+    until(lambda: quick.holds() == idle, 20)
+
+
+class Taker:
+    """A transport whose peer takes what the test says."""
+
+    def __init__(self) -> None:
+        self.left, self.dropped = 0, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def get_extra_info(self, name: str) -> Any:
+        return socket.socket() if name == "socket" else None
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.dropped = True
+
+
+def test_only_a_peer_that_takes_nothing_is_dropped_with_its_reply() -> None:
+    async def run() -> None:
+        config = uvicorn.Config(lambda: None, lifespan="off")
+        listener, state, loop = SimpleNamespace(made=None), uvicorn.server.ServerState(), asyncio.get_running_loop()
+        reader = Connection(listener, False, config=config, server_state=state, app_state={}, _loop=loop)  # type: ignore[arg-type]
+        reader.transport = taker = Taker()  # type: ignore[assignment]
+        now = loop.time()
+        for left in range(10, 0, -1):  # hours for the last bytes of a reply whose end is written: idle it is not
+            taker.left, now = left, now + STALLED_READER_S - 1
+            reader.drop_if_kept_waiting(now)
+        reader.drop_if_kept_waiting(now + STALLED_READER_S - 1)
+        assert not taker.dropped
+        reader.drop_if_kept_waiting(now + STALLED_READER_S + 1)
+        assert taker.dropped
+        taker.left, taker.dropped = 0, False
+        reader.drop_if_kept_waiting(now + STALLED_READER_S + KEEP_ALIVE_S + 3)
+        assert taker.dropped, "nothing left to take, and no request"
+
+    asyncio.run(run())
 
 
 def test_slow_readers_hold_up_nobody_and_are_let_go_of(quick: Any, until: Until) -> None:
-    """Replies of 2 MB and more that nobody takes, or a byte a second; the others are served all along."""
+    """Replies of 2 MB and more that nobody takes, or a byte a second; the others are served all along, and so is who takes 20 kB/s."""
     prompts = [{"token_ids": pack_array("<i4", [7] * 4000), "max_tokens": m} for m in [4, *[90] * 127]]
 
     async def slow(stream: Any, takes: bool) -> None:
@@ -164,19 +209,42 @@ def test_slow_readers_hold_up_nobody_and_are_let_go_of(quick: Any, until: Until)
                 await asyncio.sleep(1.0)
             await asyncio.sleep(600)
 
+    async def fair(enough: asyncio.Event) -> bytes:
+        """What one gets who reads little until `enough`, then all."""
+        loop, sock, body = asyncio.get_running_loop(), socket.socket(), msgpack.packb({"prompts": prompts})
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(quick.address)
+        sock.setblocking(False)
+        begin = f"POST /v1/rollouts HTTP/1.1\r\nHost: localhost\r\nContent-Type: {MSGPACK}\r\nConnection: close\r\n"
+        await loop.sock_sendall(sock, f"{begin}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        found = b""
+        while part := await loop.sock_recv(sock, 1 << 11):
+            found += part
+            if enough.is_set():
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            else:
+                await asyncio.sleep(0.1)
+        sock.close()
+        return found
+
     async def run() -> None:
+        enough = asyncio.Event()
+        takes_its_time = asyncio.create_task(fair(enough))
         hows = [("samples", False), ("tokens", False), ("samples", True), (False, False)]
         readers = [asyncio.create_task(slow(*how)) for how in hows]
         async with AsyncRolloutClient(quick.url) as client:
-            while quick.holds()["front files"] < idle["front files"] + len(hows):
+            while quick.holds()["front files"] < idle["front files"] + len(hows) + 1:
                 await asyncio.sleep(0.02)
-            while quick.holds()["front files"] > idle["front files"] + 1:  # the client's own; the slow ones are let go of
+            while quick.holds()["front files"] > idle["front files"] + 2:  # the client's and the fair one's; the slow are let go of
                 assert await client_call(client) == "answered"
+        enough.set()
+        head, _, content = (await takes_its_time).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and len(msgpack.unpackb(content)["results"]) == len(prompts)
         for reader in readers:
             reader.cancel()
 
     until(lambda: quick.holds()["calls"] == 0)
-    idle = quick.holds()
+    idle, memory = quick.holds(), quick.memory()["front"]
     asyncio.run(asyncio.wait_for(run(), 60))
-    until(lambda: quick.holds() == idle, 5)
-    assert quick.memory()["front"] < 150
+    until(lambda: quick.holds() == idle, 20)
+    assert quick.memory()["front"] < memory + 60

@@ -375,7 +375,7 @@ def test_an_abort_is_told(until: Until, server: Any, fake: Any) -> None:
         fake.completions.create(**asked)
     with RolloutClient(server.url) as client:
         client.abort(request_id="r", reason="enough")
-    whole.join(5)
+    whole.join(20)
     assert got[0].id == "cmpl-r"
     assert {(c.finish_reason, c.abort_reason, c.text) for c in got[0].choices} == {("abort", "enough", "")}
 
@@ -385,7 +385,7 @@ def test_a_dropped_connection_frees_its_work(until: Until, server: Any, stream: 
     asked = {"prompt": [[1], [2]], "n": 2, "max_tokens": 4000, "detokenize": False, "stream": stream}
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/completions", json=asked, timeout=0.3)
-    until(lambda: server.running() == 0, 3.0)
+    until(lambda: server.running() == 0, 20)
 
 
 def test_a_model_without_tokenizer_serves_ids(fake: Any) -> None:
