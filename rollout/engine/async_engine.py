@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from ..errors import DuplicateRequest, EngineDead, RollsyncError
@@ -15,12 +16,17 @@ from .types import RolloutRequest, SampleOutput
 class AsyncEngine:
     """The engine for asyncio users in one process. Make it with `await AsyncEngine.start(config_or_model, **flat)`.
 
-    Cancelling a task that awaits a request aborts that request.
+    Cancelling a task that awaits a request aborts that request; its id may be used again at once. To the engine every request has a
+    name of its own, its number and id: what is still on its way for a cancelled one reaches nobody.
     """
 
     def __init__(self, build: Callable[[], EngineLike]) -> None:
         self._aio = asyncio.get_running_loop()
         self._waiters: dict[str, asyncio.Queue[SampleOutput | RollsyncError]] = {}
+        """by name"""
+        self._names: dict[str, str] = {}
+        """by the id of the request in flight"""
+        self._num_requests = 0
         self._commands: set[asyncio.Future[Any]] = set()
         self._ready: asyncio.Future[Any] = self._aio.create_future()
         self._dead: EngineDead | None = None
@@ -29,7 +35,7 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, config: Any, **flat: Any) -> AsyncEngine:
-        """Build an `Engine` on its own thread and wait until it can serve."""
+        """Build an `Engine` on its own thread and wait until it can serve. Cancelled meanwhile, the engine ends once it is loaded."""
 
         def build() -> EngineLike:
             from .engine import Engine
@@ -37,7 +43,11 @@ class AsyncEngine:
             return Engine(config, **flat)
 
         self = cls(build)
-        await self.wait_ready()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            self._loop.close(timeout_s=0)
+            raise
         return self
 
     async def wait_ready(self) -> Any:
@@ -57,12 +67,14 @@ class AsyncEngine:
         """Outputs as they come: token deltas if `request.stream`, and one final output per sample."""
         if self._dead is not None:
             raise self._dead
-        if request.request_id in self._waiters:
+        if request.request_id in self._names:
             raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight")
         mailbox: asyncio.Queue[SampleOutput | RollsyncError] = asyncio.Queue()
-        self._waiters[request.request_id] = mailbox
+        self._num_requests += 1
+        name = self._names[request.request_id] = f"{self._num_requests}:{request.request_id}"
+        self._waiters[name] = mailbox
         left = request.params.n
-        self._loop.submit(request)
+        self._loop.submit(replace(request, request_id=name))
         try:
             while left:
                 item = await mailbox.get()
@@ -70,16 +82,19 @@ class AsyncEngine:
                     left = 0
                     raise item
                 left -= item.finished
+                item.request_id = request.request_id
                 yield item
         finally:
-            del self._waiters[request.request_id]
+            del self._waiters[name], self._names[request.request_id]
             if left and self._dead is None:
-                self._loop.command("abort", {"request_id": request.request_id, "reason": "cancelled"}, lambda _: None)
+                self._loop.command("abort", {"request_id": name, "reason": "cancelled"}, lambda _: None)
 
     async def command(self, verb: str, **args: Any) -> Any:
         """Run a command between two steps and return its value."""
         if self._dead is not None:
             raise self._dead
+        if verb == "abort":
+            args = self._with_names(args)
         done: asyncio.Future[Any] = self._aio.create_future()
 
         def settle(value: Any) -> None:
@@ -94,7 +109,17 @@ class AsyncEngine:
             self._commands.discard(done)
         if isinstance(value, BaseException):
             raise value
+        if verb == "abort":
+            value["request_ids"] = sorted(name.partition(":")[2] for name in value["request_ids"])
         return value
+
+    def _with_names(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of an abort with names for ids. An id that is not in flight has none, and what it becomes is nobody's."""
+        if isinstance(args.get("request_id"), str):
+            args = {**args, "request_id": self._names.get(args["request_id"], "")}
+        if isinstance(args.get("request_ids"), list | tuple):
+            args = {**args, "request_ids": [self._names[i] for i in args["request_ids"] if i in self._names]}
+        return args
 
     async def abort(self, **which: Any) -> dict[str, Any]:
         """End requests (`request_id=`, `group=`, `session=` or `all=True`); their waiters get the partial outputs."""
@@ -134,7 +159,7 @@ class AsyncEngine:
         self._call(lambda: self._post(request_id, error))
 
     def stats(self, stats: dict[str, Any]) -> None:
-        self.last_stats = stats
+        """Who wants them asks: `command("status")`."""
 
     def dead(self, words: str) -> None:
         self._call(lambda: self._lose(f"the engine ended: {words.strip()}"))
@@ -143,8 +168,8 @@ class AsyncEngine:
         for output in outputs:
             self._post(output.request_id, output)
 
-    def _post(self, request_id: str, item: SampleOutput | RollsyncError) -> None:
-        mailbox = self._waiters.get(request_id)
+    def _post(self, name: str, item: SampleOutput | RollsyncError) -> None:
+        mailbox = self._waiters.get(name)
         if mailbox is not None:
             mailbox.put_nowait(item)
 

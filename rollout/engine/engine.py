@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded
+from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded, show
 from ..fields import did_you_mean
 from .admission import check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
@@ -175,6 +175,9 @@ class Engine:
 
         Their ids may be used again at once. An unknown id, group or session ends nothing.
         """
+        for name, value in (("request_id", request_id), ("group", group), ("session", session), ("reason", reason)):
+            if value is not None and not isinstance(value, str):
+                raise BadRequest(f"{name} must be a string, got {show(value)}", field=name)
         requests = self.scheduler.requests
         doomed: Iterable[Request]
         if all:

@@ -7,16 +7,18 @@ sockets on top of it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import BadRequest, RollsyncError, describe
+from ..fields import did_you_mean
 from .outputs import lost_output
 from .types import RolloutRequest, SampleOutput
 
@@ -107,23 +109,41 @@ def _report(call: Callable[..., None], *args: Any) -> bool:
     return True
 
 
-def _abort(engine: EngineLike, sink: Sink, args: dict[str, Any]) -> dict[str, Any]:
-    ids = args.pop("request_ids", None)
-    if ids is None:
-        outputs = engine.abort(**args)
-    else:
-        outputs = [o for i in ids for o in engine.abort(request_id=i, **args)]
+def _abort(
+    engine: EngineLike,
+    sink: Sink,
+    *,
+    request_ids: Iterable[str] | None = None,
+    request_id: str | None = None,
+    group: str | None = None,
+    session: str | None = None,
+    all: bool = False,
+    reason: str = "aborted",
+) -> dict[str, Any]:
+    ids = [request_id] if request_ids is None else request_ids
+    outputs = [o for i in ids for o in engine.abort(i, group=group, session=session, all=all, reason=reason)]
+    value = {"samples": len(outputs), "request_ids": sorted({o.request_id for o in outputs})}
     if outputs:
-        deliver(engine, sink, outputs)
-    return {"samples": len(outputs), "request_ids": sorted({o.request_id for o in outputs})}
+        deliver(engine, sink, outputs)  # from here on they are the sink's
+    return value
 
 
-def _status(engine: EngineLike, sink: Sink, args: dict[str, Any]) -> dict[str, Any]:
+def _status(engine: EngineLike, sink: Sink) -> dict[str, Any]:
     return engine.stats()
 
 
-VERBS: dict[str, Callable[[EngineLike, Sink, dict[str, Any]], Any]] = {"abort": _abort, "status": _status}
+VERBS: dict[str, Callable[..., Any]] = {"abort": _abort, "status": _status}
 """the commands; each runs between two steps on the thread that owns the engine"""
+
+
+def _call(verb: Callable[..., Any], engine: EngineLike, sink: Sink, args: dict[str, Any]) -> Any:
+    """Run a command. BadRequest if it does not take these arguments: a TypeError that it raises itself is not the caller's."""
+    takes = [name for name, p in inspect.signature(verb).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in args:
+        if name not in takes:
+            known = ", ".join(takes) or "none"
+            raise BadRequest(f"{name} is not an argument of this command{did_you_mean(name, takes)} (known: {known})", field=name)
+    return verb(engine, sink, **args)
 
 
 class EngineLoop:
@@ -225,12 +245,9 @@ class EngineLoop:
         try:
             if verb not in VERBS:
                 raise BadRequest(f"command must be one of {', '.join(VERBS)}, got {verb!r}", field="verb")
-            value: Any = VERBS[verb](engine, self._sink, dict(args))
+            value: Any = _call(VERBS[verb], engine, self._sink, args)
         except RollsyncError as error:
             value = error
-        except TypeError as error:  # arguments the verb does not take
-            log.error("command %s", verb, exc_info=error)
-            value = BadRequest(f"{verb}: {error}", field=verb)
         except Exception as error:  # one command's fault must not end the others' requests
             log.error("command %s", verb, exc_info=error)
             value = RollsyncError(describe(error))

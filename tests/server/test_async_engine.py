@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rollsync import RolloutRequest, SamplingParams
 from rollsync.rollout.engine.async_engine import AsyncEngine
-from rollsync.rollout.errors import BadRequest, DuplicateRequest, EngineDead, PromptTooLong
+from rollsync.rollout.engine.loop import VERBS
+from rollsync.rollout.errors import BadRequest, DuplicateRequest, EngineDead, PromptTooLong, RollsyncError
 
 Maker = Callable[[], Any]
 
@@ -54,6 +56,50 @@ def test_cancelling_aborts_and_aborting_returns_partials(fake_engine: Maker) -> 
     asyncio.run(run())
 
 
+def test_an_id_is_free_at_once_and_what_still_comes_for_a_cancelled_request_reaches_nobody(fake_engine: Maker) -> None:
+    async def run() -> None:
+        engine = await started(fake_engine)
+        wanted = (await engine.generate(request("alone", 7, max_tokens=50)))[0].token_ids
+        for wait in range(6):
+            task = asyncio.create_task(engine.generate(request("same", 3, max_tokens=60)))
+            for _ in range(3 * wait):
+                await asyncio.sleep(0.001)
+            if wait % 2:
+                engine._loop.command("abort", {"request_ids": list(engine._waiters), "reason": "sent just before"}, lambda _: None)
+            task.cancel()
+            await asyncio.sleep(0)  # the cancelled task ends, and its id is used in the same turn of the loop
+            (output,) = await asyncio.wait_for(engine.generate(request("same", 7, max_tokens=50)), 10)
+            assert (output.request_id, output.finish_reason, output.token_ids) == ("same", "length", wanted)
+        assert (await engine.command("status"))["running"] == 0
+        assert await engine.abort(request_id="same") == {"samples": 0, "request_ids": []}
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_start_cancelled_while_it_loads_leaves_no_engine(fake_engine: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def build(*args: Any, **options: Any) -> Any:
+        loading.set()
+        assert go_on.wait(20)
+        engine = fake_engine()
+        engine.close = closed.set
+        return engine
+
+    async def run() -> None:
+        monkeypatch.setattr("rollsync.rollout.engine.engine.Engine", build)
+        task = asyncio.create_task(AsyncEngine.start("any"))
+        await asyncio.to_thread(loading.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        assert await asyncio.to_thread(closed.wait, 20), "the engine that nobody got is closed"
+
+    asyncio.run(run())
+
+
 def test_a_refusal_reaches_its_own_caller(fake_engine: Maker) -> None:
     async def run() -> None:
         engine = await started(fake_engine)
@@ -68,11 +114,17 @@ def test_a_refusal_reaches_its_own_caller(fake_engine: Maker) -> None:
     asyncio.run(run())
 
 
-def test_a_misspelt_argument_is_the_callers_error_alone(fake_engine: Maker) -> None:
+def test_a_misspelt_argument_is_the_callers_error_alone(fake_engine: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         engine = await started(fake_engine)
         with pytest.raises(BadRequest, match="reqest_id"):
             await asyncio.wait_for(engine.abort(reqest_id="a"), 5)
+        with pytest.raises(BadRequest, match="quickly is not an argument"):
+            await asyncio.wait_for(engine.command("status", quickly=True), 5)
+        monkeypatch.setitem(VERBS, "status", lambda engine, sink: len(3))  # type: ignore[arg-type]
+        with pytest.raises(RollsyncError, match="TypeError") as caught:
+            await asyncio.wait_for(engine.command("status"), 5)
+        assert not isinstance(caught.value, BadRequest), "a fault of ours is not the caller's"
         assert (await engine.generate(request("after")))[0].finish_reason == "length"
         await engine.close()
 
