@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from .rollout.client import AsyncRolloutClient, RolloutClient
     from .rollout.engine.config import EngineConfig
     from .rollout.engine.engine import Engine
-    from .rollout.engine.types import RolloutRequest, SampleOutput, SamplingParams
+    from .rollout.engine.params import SamplingParams
+    from .rollout.engine.types import RolloutRequest, SampleOutput
 
 
 def __getattr__(name: str) -> Any:

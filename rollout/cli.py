@@ -74,7 +74,8 @@ def _serve(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     """One prompt, in process: sampled text on stdout, a blank line between samples."""
     from .engine.engine import Engine
-    from .engine.types import RolloutRequest, SamplingParams
+    from .engine.params import SamplingParams
+    from .engine.types import RolloutRequest
     from .models.config import resolve_model_path
     from .models.tokenizer import Tokenizer
 

@@ -11,14 +11,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
-import msgpack  # type: ignore[import-untyped]
 
-from .engine.types import SamplingParams
-from .errors import Overloaded, ProtocolMismatch, RollsyncError, ServerUnreachable
+from .engine.params import SamplingParams
+from .errors import ProtocolMismatch, ServerUnreachable
 from .results import (
     Call,
     Delta,
@@ -40,7 +38,7 @@ from .results import (
     stream_call,
     tokenize_call,
 )
-from .wire import MSGPACK, PROTOCOL_VERSION, error_from_wire
+from .transport import CALLS_PER_POOL, Settings, check_protocol, checked, sent, silence
 
 __all__ = [
     "AsyncRolloutClient",
@@ -57,69 +55,7 @@ __all__ = [
     "StreamItem",
 ]
 
-
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 10.0
-CALLS_PER_POOL = 64
-
-
-def _decode(response: httpx.Response) -> Any:
-    return msgpack.unpackb(response.content) if "msgpack" in response.headers.get("content-type", "") else response.json()
-
-
-def _checked(response: httpx.Response, accept: tuple[int, ...] = ()) -> Any:
-    """The decoded body; raises the named error a refusal carries."""
-    try:
-        body = _decode(response)
-    except ValueError:
-        if response.status_code == 503:
-            raise Overloaded(f"{response.request.url} has as many connections as it can hold: try again later") from None
-        raise RollsyncError(f"{response.request.url} answered {response.status_code} with something that is not ours") from None
-    if response.status_code >= 400 and response.status_code not in accept:
-        wire = body.get("error") if isinstance(body, dict) else None
-        raise error_from_wire(wire if isinstance(wire, dict) else {"code": "http", "message": f"{response.status_code}: {body}"})
-    return body
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What both clients need to make httpx clients: no cap on connections, one timeout."""
-
-    base_url: str
-    api_key: str | None
-    timeout_s: float
-
-    def options(self) -> dict[str, Any]:
-        headers = {"Accept": MSGPACK}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        return {
-            "base_url": self.base_url,
-            "headers": headers,
-            "timeout": httpx.Timeout(self.timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=CALLS_PER_POOL, keepalive_expiry=30.0),
-            "trust_env": False,
-            "verify": self.base_url.startswith("https:"),  # loading certificates takes longer than a call
-        }
-
-    def lost(self, error: httpx.HTTPError) -> ServerUnreachable:
-        return ServerUnreachable(f"{self.base_url}: {type(error).__name__}: {error}".rstrip(": "))
-
-
-def _check_protocol(version: dict[str, Any]) -> None:
-    spoken = version.get("protocol_version")
-    if spoken != PROTOCOL_VERSION:
-        raise ProtocolMismatch(f"server speaks protocol {spoken}, this client {PROTOCOL_VERSION}: install the same rollsync on both sides")
-
-
-def _silence(timeout_s: float) -> httpx.Timeout:
-    """At most `timeout_s` of silence, but enough for one try when none is left."""
-    longest_s = max(timeout_s, 0.1)
-    return httpx.Timeout(longest_s, connect=min(longest_s, CONNECT_TIMEOUT_S))
-
-
-def _sent(call: Call[Any]) -> dict[str, Any]:
-    return {} if call.body is None else {"content": msgpack.packb(call.body), "headers": {"Content-Type": MSGPACK}}
 
 
 class RolloutClient:
@@ -132,7 +68,7 @@ class RolloutClient:
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 3600.0) -> None:
-        self._settings = _Settings(base_url.rstrip("/"), api_key, timeout_s)
+        self._settings = Settings(base_url.rstrip("/"), api_key, timeout_s)
         self._http = httpx.Client(**self._settings.options())
         self._checked_version = False
 
@@ -147,17 +83,17 @@ class RolloutClient:
 
     def _call(self, method: str, path: str, accept: tuple[int, ...] = (), **kw: Any) -> Any:
         try:
-            return _checked(self._http.request(method, path, **kw), accept)
+            return checked(self._http.request(method, path, **kw), accept)
         except httpx.HTTPError as error:
             raise self._settings.lost(error) from error
 
     def _handshake(self) -> None:
         if not self._checked_version:
-            _check_protocol(self.version())
+            check_protocol(self.version())
             self._checked_version = True
 
     def _do(self, call: Call[T], accept: tuple[int, ...] = (), **kw: Any) -> T:
-        return call.parse(self._call(call.method, call.path, accept, **_sent(call), **kw))
+        return call.parse(self._call(call.method, call.path, accept, **sent(call), **kw))
 
     def rollouts(
         self,
@@ -206,10 +142,10 @@ class RolloutClient:
     def _stream(self, call: Call[Any]) -> Iterator[StreamItem]:
         frames = Frames()
         try:
-            with self._http.stream(call.method, call.path, **_sent(call)) as response:
+            with self._http.stream(call.method, call.path, **sent(call)) as response:
                 if response.status_code >= 400:
                     response.read()
-                    _checked(response)
+                    checked(response)
                 for chunk in response.iter_bytes():
                     yield from frames.feed(chunk)
         except httpx.HTTPError as error:
@@ -264,7 +200,7 @@ class RolloutClient:
     def _not_ready(self, timeout_s: float) -> str | None:
         """Why the server does not serve, or None; each silence is waited for `timeout_s` at most."""
         try:
-            health = self._do(get("/health/ready"), (503,), timeout=_silence(timeout_s))
+            health = self._do(get("/health/ready"), (503,), timeout=silence(timeout_s))
         except ServerUnreachable as error:
             return str(error)
         return None if health["ready"] else str(health.get("reason"))
@@ -274,7 +210,7 @@ class AsyncRolloutClient:
     """`RolloutClient` for asyncio: the same methods, awaited. Any number of calls at once."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 3600.0) -> None:
-        self._settings = _Settings(base_url.rstrip("/"), api_key, timeout_s)
+        self._settings = Settings(base_url.rstrip("/"), api_key, timeout_s)
         self._pools: list[httpx.AsyncClient] = []
         self._num_calls = 0
         self._checked_version = False
@@ -305,18 +241,18 @@ class AsyncRolloutClient:
     async def _call(self, method: str, path: str, accept: tuple[int, ...] = (), **kw: Any) -> Any:
         try:
             with self._pool() as http:
-                return _checked(await http.request(method, path, **kw), accept)
+                return checked(await http.request(method, path, **kw), accept)
         except httpx.HTTPError as error:
             raise self._settings.lost(error) from error
 
     async def _handshake(self) -> None:
         async with self._checking:
             if not self._checked_version:
-                _check_protocol(await self.version())
+                check_protocol(await self.version())
                 self._checked_version = True
 
     async def _do(self, call: Call[T], accept: tuple[int, ...] = (), **kw: Any) -> T:
-        return call.parse(await self._call(call.method, call.path, accept, **_sent(call), **kw))
+        return call.parse(await self._call(call.method, call.path, accept, **sent(call), **kw))
 
     async def rollouts(
         self,
@@ -358,10 +294,10 @@ class AsyncRolloutClient:
         frames = Frames()
         try:
             with self._pool() as http:
-                async with http.stream(call.method, call.path, **_sent(call)) as response:
+                async with http.stream(call.method, call.path, **sent(call)) as response:
                     if response.status_code >= 400:
                         await response.aread()
-                        _checked(response)
+                        checked(response)
                     async for chunk in response.aiter_bytes():
                         for item in frames.feed(chunk):
                             yield item
@@ -405,7 +341,7 @@ class AsyncRolloutClient:
     async def _not_ready(self, timeout_s: float) -> str | None:
         """Why the server does not serve, or None; each silence is waited for `timeout_s` at most."""
         try:
-            health = await self._do(get("/health/ready"), (503,), timeout=_silence(timeout_s))
+            health = await self._do(get("/health/ready"), (503,), timeout=silence(timeout_s))
         except ServerUnreachable as error:
             return str(error)
         return None if health["ready"] else str(health.get("reason"))

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgpack  # type: ignore[import-untyped]
 
-from .engine.types import SamplingParams
+from .engine.params import SamplingParams
 from .errors import BadRequest, RollsyncError, ServerUnreachable
 from .wire import error_from_wire, is_array, pack_array, unpack_array
 

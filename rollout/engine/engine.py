@@ -16,11 +16,12 @@ from ..fields import did_you_mean
 from .admission import check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from .generate import Prompt, RolloutOutput, generate, score
+from .params import SamplingParams
 from .runner_info import Runner, RunnerInfo
 from .scheduler import Scheduler
 from .score import SCORED
 from .sequence import Request, StopMatcher, StopMatcherFactory
-from .types import RolloutRequest, SampleOutput, SamplingParams
+from .types import RolloutRequest, SampleOutput
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer

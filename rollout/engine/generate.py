@@ -19,8 +19,9 @@ from ..errors import BadRequest, IllegalState, RollsyncError, describe
 from ..fields import did_you_mean
 from ..models.detokenizer import end_at_stop
 from .outputs import bare_output
+from .params import SamplingParams
 from .score import score_request
-from .types import RolloutRequest, SampleOutput, SamplingParams
+from .types import RolloutRequest, SampleOutput
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer

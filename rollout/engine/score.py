@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from .types import RolloutRequest, SamplingParams
+from .params import SamplingParams
+from .types import RolloutRequest
 
 SCORED = ("model_logprobs", "temperature_logprobs")
 

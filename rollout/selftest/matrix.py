@@ -16,8 +16,9 @@ from typing import Any
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.model_runner import ModelRunner
+from ..engine.params import SamplingParams
 from ..engine.runner_info import RunnerInfo
-from ..engine.types import RolloutRequest, SampleOutput, SamplingParams, StepPlan, StepResult
+from ..engine.types import RolloutRequest, SampleOutput, StepPlan, StepResult
 
 BLOCK = 32
 SHARED, SHORTEST, OUTPUT, FORCED = 2 * BLOCK, 90, 48, 32

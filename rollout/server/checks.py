@@ -15,7 +15,8 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from ..engine.types import INCLUDES, MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS, is_utf8
+from ..engine.params import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS, is_utf8
+from ..engine.types import INCLUDES
 from ..errors import BadRequest, NotSupported, show
 from ..fields import did_you_mean
 from ..wire import is_array, unpack_array

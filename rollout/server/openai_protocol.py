@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..engine.types import MAX_SAMPLES, U64, SamplingParams
+from ..engine.params import MAX_SAMPLES, U64, SamplingParams
 from ..errors import BadRequest, NotSupported
 from ..wire import is_array
 from .checks import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.types import MAX_SAMPLES, SAMPLING_BOUNDS, U64, SamplingParams
+from ..engine.params import MAX_SAMPLES, SAMPLING_BOUNDS, U64, SamplingParams
 from ..errors import BadRequest
 from .checks import (
     Field,

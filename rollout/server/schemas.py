@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ..engine.types import Bound
+from ..engine.params import Bound
 from ..fields import field_docs
 from ..wire import COLUMNS, MSGPACK, TABLES
 from .checks import Schema, nullable, ref

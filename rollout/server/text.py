@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.config import EngineConfig
-from ..engine.types import SamplingParams
+from ..engine.params import SamplingParams
 from ..errors import BadRequest, RollsyncError
 from .sample_text import SampleText
 

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ..engine.params import SamplingParams
 from ..engine.score import SCORED
-from ..engine.types import SamplingParams
 from ..errors import BadRequest
 from ..wire import error_to_wire, pack_array
 from .checks import (
