@@ -17,11 +17,12 @@ from starlette.responses import HTMLResponse, Response
 from .. import metrics
 from ..errors import NoSuchRoute, RollsyncError
 from . import control, openai, openai_schemas, reply_schemas, token_routes
+from .encoding import encode_aside
 from .engine_client import EngineProcess
 from .guard import Access, Guard
 from .openapi import document
 from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
-from .replies import ClientGone, StreamReply, WholeReply, encode_aside, error_reply, reply, take, until_disconnect, wants_msgpack
+from .replies import ClientGone, StreamReply, WholeReply, error_reply, reply, take, until_disconnect, wants_msgpack
 from .reply_schemas import IF_ALL_FAIL
 from .rollouts import RolloutService, Ticket
 from .schemas import STRING, parameter, route
@@ -83,7 +84,7 @@ async def _answer(request: Request, ticket: Ticket) -> Response:
         return StreamReply(service.streamed(ticket), ticket.leave, binary)
     try:
         body, status = await until_disconnect(request.receive, service.whole(ticket))
-        return WholeReply(await encode_aside(body, binary), status, ticket.leave, binary)
+        return WholeReply(await encode_aside(body, binary), status, binary, ticket.leave)
     except BaseException as error:
         ticket.leave(sent=not isinstance(error, ClientGone | asyncio.CancelledError))
         raise

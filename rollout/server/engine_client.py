@@ -43,6 +43,8 @@ BEAT_LATE_S = 5.0
 """no heartbeat for this long: not live"""
 BEAT_LOST_S = 30.0
 """no heartbeat for this long: every waiter is told"""
+BEAT_WATCH_S = 1.0
+"""between two looks at it"""
 STEP_STUCK_S = 120.0
 """one step (or command) lasts this long: not live"""
 
@@ -332,8 +334,12 @@ class EngineProcess:
 
     async def _watch_beats(self) -> None:
         while self.dead is None:
-            await asyncio.sleep(1.0)
-            late = time.monotonic() - self.snapshot.beat_at
+            begun = time.monotonic()
+            await asyncio.sleep(BEAT_WATCH_S)
+            now = time.monotonic()
+            held_up_s = max(0.0, now - begun - BEAT_WATCH_S)  # this loop, so that beats lie unread: not the engine's silence
+            self.snapshot.beat_at = min(now, self.snapshot.beat_at + held_up_s)
+            late = now - self.snapshot.beat_at
             if late > BEAT_LOST_S and self._waiters:
                 left = list(self._waiters)
                 self._fail_waiters(EngineDead(f"no heartbeat from the engine process for {late:.0f} s"))

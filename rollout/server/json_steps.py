@@ -1,21 +1,19 @@
-"""JSON in small steps, for bodies of many megabytes worked on in a thread.
+"""JSON read in small steps, for bodies of many megabytes worked on in a thread.
 
-`json` reads or writes a whole document in one call that holds the interpreter's lock, so that nothing else runs meanwhile, the
-event loop included. Here it does that for one prompt or one sample at a time: containers down to `DEPTH` are walked in Python.
+`json` reads a whole document in one call that holds the interpreter's lock, so that nothing else runs meanwhile, the event loop
+included. Here it does that for one prompt at a time: containers down to `DEPTH` are walked in Python.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from json import JSONDecodeError
 from typing import Any
 
-from ..wire import is_array, jsonable
-
 DEPTH = 4
-"""{"prompts": [{"token_ids": here; {"results": [{"samples": [here"""
+"""{"prompts": [{"token_ids": here"""
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -67,23 +65,3 @@ def loads(text: str, object_pairs_hook: Callable[[list[tuple[Any, Any]]], Any], 
     if skip(at) != len(text):
         raise JSONDecodeError("Extra data", text, skip(at))
     return found
-
-
-def dumps(value: Any) -> bytes:
-    """Strict JSON of `value` (see wire.jsonable), without spaces."""
-    return "".join(_pieces(value, DEPTH + 1)).encode()
-
-
-def _pieces(value: Any, depth: int) -> Iterator[str]:
-    if depth and isinstance(value, dict) and not is_array(value):
-        for i, (key, item) in enumerate(value.items()):
-            yield f"{',' if i else '{'}{json.dumps(key)}:"
-            yield from _pieces(item, depth - 1)
-        yield "}" if value else "{}"
-    elif depth and isinstance(value, list):
-        for i, item in enumerate(value):
-            yield "," if i else "["
-            yield from _pieces(item, depth - 1)
-        yield "]" if value else "[]"
-    else:
-        yield json.dumps(jsonable(value), allow_nan=False, separators=(",", ":"))

@@ -20,7 +20,7 @@ from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
 from .openai_replies import Prompt, Reply
 from .openai_schemas import ERRORS
 from .protocol import PromptSpec, RolloutCall
-from .replies import ClientGone, encode, frame, give, reply, take, until_disconnect, wants_msgpack
+from .replies import ClientGone, frame, give, reply, take, until_disconnect, wants_msgpack
 from .rollouts import RolloutService, Ticket
 from .schemas import SSE, route
 from .text import INLINE_TOKENS
@@ -167,11 +167,12 @@ class ChunkStream(Response):
         async def run() -> None:
             try:
                 async for chunk in self._chunks:
-                    await put(self._frame(chunk))
+                    await put(await frame(chunk, self._binary))
             except Exception as error:
                 if not begun:
                     raise
-                await put(self._frame(error_body(error)), more=False)  # the status line is gone: the stream itself has to say it
+                # The status line is gone: the stream itself has to say it.
+                await put(await frame(error_body(error), self._binary), more=False)
             else:
                 await put(b"" if self._binary else b"data: [DONE]\n\n", more=False)
 
@@ -181,9 +182,6 @@ class ChunkStream(Response):
             pass
         finally:
             self._close()
-
-    def _frame(self, value: dict[str, Any]) -> bytes:
-        return frame(value, True) if self._binary else b"data: " + encode(value, False) + b"\n\n"
 
 
 async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Response:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import msgpack  # type: ignore[import-untyped]
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, RollsyncError, show
-from ..wire import MSGPACK, error_to_wire, is_array, jsonable
-from . import json_steps
+from ..wire import MSGPACK, error_to_wire
 from .checks import decode_body
+from .encoding import encode, encode_aside
 from .openai_errors import error_body, is_openai, retry_headers
 
 T = TypeVar("T")
@@ -24,7 +22,7 @@ BODY_GRACE_S = 60.0
 BODY_BYTES_PER_S = 16 << 10
 """a body that is not whole BODY_GRACE_S, and a second per so many bytes, after its headers is refused"""
 ASIDE_BYTES = 1 << 18
-"""bodies and replies of more than this are worked on in a thread"""
+"""bodies of more than this are worked on in a thread"""
 CHUNK_BYTES = 1 << 18
 """bodies are sent in pieces of this many, each once the last has left: a caller that hangs up is noticed"""
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Retry-After": "1"}}
@@ -45,33 +43,10 @@ def wants_msgpack(request: Request) -> bool:
     return "msgpack" in request.headers.get("content-type", "")
 
 
-def encode(value: Any, binary: bool) -> bytes:
-    """msgpack, or strict JSON (non-finite floats are null)."""
-    if binary:
-        packed: bytes = msgpack.packb(value)
-        return packed
-    return json.dumps(jsonable(value), allow_nan=False, separators=(",", ":")).encode()
-
-
-def _array_bytes(value: Any) -> int:
-    if is_array(value):
-        return len(value["data"])
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_array_bytes, items))
-
-
-async def encode_aside(value: Any, binary: bool) -> bytes:
-    """`encode`; JSON of many tokens in a worker thread."""
-    if binary or _array_bytes(value) < ASIDE_BYTES:
-        return encode(value, binary)
-    return await asyncio.to_thread(json_steps.dumps, value)
-
-
 async def give(request: Request, value: Any, status: int = 200) -> Response:
     """`reply`, for values of any size."""
     binary = wants_msgpack(request)
-    content = await encode_aside(value, binary)
-    return Response(content, status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
+    return WholeReply(await encode_aside(value, binary), status, binary)
 
 
 async def take(request: Request, parse: Callable[[Any], T]) -> T:
@@ -144,12 +119,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def frame(event: dict[str, Any], binary: bool) -> bytes:
-    """One stream event: a u32 little-endian length and msgpack, or a server-sent event."""
-    data = encode(event, binary)
+async def frame(event: dict[str, Any], binary: bool) -> bytes:
+    """One stream event: a u32 little-endian length and msgpack, or a server-sent event, named by its "event" if it has one."""
+    data = await encode_aside(event, binary)
     if binary:
         return struct.pack("<I", len(data)) + data
-    return b"event: " + str(event["event"]).encode() + b"\ndata: " + data + b"\n\n"
+    name = f"event: {event['event']}\n" if "event" in event else ""
+    return b"%bdata: %b\n\n" % (name.encode(), data)
 
 
 class StreamReply(Response):
@@ -164,7 +140,7 @@ class StreamReply(Response):
         async def run() -> None:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for event in self._events:
-                await send({"type": "http.response.body", "body": frame(event, self._binary), "more_body": True})
+                await send({"type": "http.response.body", "body": await frame(event, self._binary), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         sent = False
@@ -180,7 +156,7 @@ class StreamReply(Response):
 class WholeReply(Response):
     """One body; `leave` is called with whether it was sent to its end before the caller hung up."""
 
-    def __init__(self, body: bytes, status: int, leave: Callable[[bool], None], binary: bool) -> None:
+    def __init__(self, body: bytes, status: int, binary: bool, leave: Callable[[bool], None] = lambda sent: None) -> None:
         super().__init__(body, status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
         self._leave = leave
 

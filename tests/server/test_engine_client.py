@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,31 @@ def test_work_nobody_waits_for_is_aborted_after_a_stall(monkeypatch: pytest.Monk
         watch.cancel()
         assert isinstance(got[0], EngineDead)
         assert sent[-1][0] == "command" and sent[-1][2:] == ("abort", {"request_ids": ["a"], "reason": "no heartbeat"})
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_front_that_was_held_up_does_not_take_the_engine_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine = EngineProcess(EngineConfig(model="fake"))
+        got: list[Any] = []
+        monkeypatch.setattr(engine, "_send", lambda *message: None)
+        clock, looks, sleep = [engine.snapshot.beat_at], 0, asyncio.sleep
+
+        async def passes(seconds: float) -> None:
+            nonlocal looks
+            looks += 1
+            clock[0] += 1000.0 if looks in (1, 20) else seconds
+            await sleep(0)
+
+        monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(engine_client, "asyncio", SimpleNamespace(sleep=passes))
+        engine.submit(RolloutRequest(request_id="a", prompt_token_ids=(1,)), lambda _, item: got.append(item))
+        watch = asyncio.create_task(engine._watch_beats())
+        while not got:
+            await sleep(0)
+        watch.cancel()
+        assert isinstance(got[0], EngineDead) and 30 < looks < 35, "only what passed while the loop moved counts"
 
     asyncio.run(asyncio.wait_for(run(), 10))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from rollsync import EngineConfig
-from rollsync.rollout.server import control, replies
+from rollsync.rollout.server import control, encoding, replies
 from rollsync.rollout.server.app import create_app
 from rollsync.rollout.server.engine_client import EngineProcess
 from rollsync.rollout.server.guard import Access
 from rollsync.rollout.server.text import TextService
+from rollsync.rollout.wire import MSGPACK
 
 
 class Brittle:
@@ -140,5 +142,44 @@ def test_faults_end_their_own_item(in_front: Any, monkeypatch: pytest.MonkeyPatc
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
         status = (await front.http.get("/v1/engine/status")).json()
         assert status["calls_in_flight"] == 0
+
+    in_front(work)
+
+
+LONG = list(range(250)) * 16
+LARGE = (
+    ("/v1/rollouts", {"prompts": [{"token_ids": LONG}]}),
+    ("/v1/rollouts", {"prompts": [{"token_ids": LONG}], "stream": True}),
+    ("/v1/logprobs", {"items": [{"prompt": {"token_ids": LONG}, "continuation": {"token_ids": [1]}}]}),
+    ("/v1/completions", {"prompt": [1, 2], "logprobs": 0, "detokenize": False, "max_tokens": 40, "n": 64}),
+    ("/v1/completions", {"prompt": LONG, "return_token_ids": True, "detokenize": False, "max_tokens": 1, "stream": True}),
+)
+
+
+@pytest.mark.parametrize("accept", ["application/json", MSGPACK])
+def test_a_large_reply_holds_up_nobody(in_front: Any, monkeypatch: pytest.MonkeyPatch, accept: str) -> None:
+    """While it is being encoded, which here lasts until then, another caller is answered."""
+    being_made, answered = threading.Event(), threading.Event()
+    in_steps = encoding.encode_in_steps
+
+    def lasting(value: Any, binary: bool) -> bytes:
+        being_made.set()
+        assert answered.wait(20)
+        return in_steps(value, binary)
+
+    monkeypatch.setattr(encoding, "encode_in_steps", lasting)
+    monkeypatch.setattr(encoding, "ASIDE_BYTES", 1 << 12)
+
+    async def work(front: Front) -> None:
+        for path, body in LARGE:
+            call = asyncio.create_task(front.http.post(path, json=body, headers={"Accept": accept}))
+            while not being_made.is_set() and not call.done():
+                await asyncio.sleep(0.01)
+            assert being_made.is_set(), (path, body)
+            assert (await front.http.get("/health")).status_code == 200
+            answered.set()
+            assert (await call).status_code == 200 and len((await call).content) > 1 << 12
+            being_made.clear()
+            answered.clear()
 
     in_front(work)

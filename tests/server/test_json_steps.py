@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from rollsync.rollout.errors import BadRequest
+from rollsync.rollout.server import encoding
 from rollsync.rollout.server.checks import decode_body
-from rollsync.rollout.server.json_steps import dumps
-from rollsync.rollout.server.replies import encode
 from rollsync.rollout.wire import pack_array
 
 SEEDS = (
@@ -49,14 +48,20 @@ def test_whatever_json_takes_or_refuses() -> None:
     assert 1000 < refused < 5500
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"results": [{"samples": [{"ids": pack_array("<i4", [1, 2]), "logprobs": pack_array("<f4", [-float("inf"), 0.1])}]}], "x": []},
-        {"é": {}, "n": None, "deep": [[[[[[{"a": float("nan")}]]]]]], "true": True, "t": (1, "\n")},
-        [],
-        1.5,
-    ],
-)
-def test_written_in_steps_is_the_same(value: Any) -> None:
-    assert dumps(value) == encode(value, binary=False)
+VALUES = [
+    {"results": [{"samples": [{"ids": pack_array("<i4", [1, 2]), "logprobs": pack_array("<f4", [-float("inf"), 0.1])}]}], "x": []},
+    {"table": pack_array("<f4", [[0.5, float("nan")]] * 99), "texts": ["a" * n for n in range(99)]},
+    [1, "b" * 999, None, [], {}] * 50,
+    {"é": {}, "n": None, "deep": [[[[[[{"a": 0.5}]]]]]], "true": True, "t": (1, "\n")},
+    [],
+    1.5,
+]
+
+
+@pytest.mark.parametrize("step_bytes", [0, 100, 1000, 1 << 20])
+def test_written_in_steps_is_the_same(monkeypatch: pytest.MonkeyPatch, step_bytes: int) -> None:
+    monkeypatch.setattr(encoding, "STEP_BYTES", step_bytes)
+    for value in VALUES:
+        for binary in (False, True):
+            assert encoding.encode_in_steps(value, binary) == encoding.encode(value, binary)
+    assert encoding.encode_in_steps([float("nan")] * 999, binary=False) == encoding.encode([None] * 999, binary=False)
