@@ -21,7 +21,7 @@ from .kv import KvLayout
 from .native_layout import Pages, Panels, attention_items, round_up
 from .reference_sampler import SampleResult, SamplerRows, check_rows
 from .spec import effective_shards
-from .step import StepArrays, StepLimits, allowed_words
+from .step import ADJUST, StepArrays, StepLimits, allowed_words
 from .weights import DTYPES
 
 MAX_SHARDS = 16
@@ -341,10 +341,8 @@ class NativeOps:
         if rows.top_n is not None:
             arrays["top_n"][:] = rows.top_n
         if rows.adjust is not None:
-            offsets = list(accumulate(map(len, rows.adjust), initial=0))
-            arrays.reserve_adjust(offsets[-1])
-            arrays["adjust_offset"][:] = offsets
-            arrays["adjust"][: offsets[-1]] = [tuple(entry) for entries in rows.adjust for entry in entries]
+            arrays["adjust_offset"][:] = list(accumulate(map(len, rows.adjust), initial=0))
+            arrays.put_adjust(0, np.array([tuple(entry) for entries in rows.adjust for entry in entries], ADJUST))
         for r, ids in enumerate(rows.allowed or ()):
             if ids is not None:
                 words = allowed_words(ids)

@@ -17,12 +17,18 @@ class Adjustments:
         self._init = init
         self.first_position = init.prompt_tokens
         """rows from here on are output; prompt tokens are scored by the model alone"""
+        self.follows = bool(init.history)
+        """whether entries change as tokens come; else a bias is all, and slots may share it"""
         self._tokens = list(init.history)
         self._reset()
 
     @staticmethod
     def wanted(init: SlotInit) -> bool:
         return bool(init.logit_bias or init.history)
+
+    def serves(self, init: SlotInit) -> bool:
+        """Whether the entries of `init` are these, for good."""
+        return not (self.follows or init.history) and (init.logit_bias, init.prompt_tokens) == (self._init.logit_bias, self.first_position)
 
     def _reset(self) -> None:
         """Entries at the end of the prompt."""
@@ -51,13 +57,13 @@ class Adjustments:
 
     def feed(self, start: int, token_ids: Sequence[int]) -> None:
         """Tokens from position `start` on are fed; a sequence that is computed anew feeds some that are known."""
-        if self._init.history:
+        if self.follows:
             assert start <= len(self._tokens), "a token before these was never fed"
             self._tokens += token_ids[len(self._tokens) - start :]
 
     def at(self, position: int) -> Array:
         """Entries of the row that draws the token at `position`, dtype ADJUST; valid until the next call."""
-        if self._init.history:
+        if self.follows:
             if position < self._position:
                 self._reset()
             for token in self._tokens[self._position : position]:

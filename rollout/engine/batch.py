@@ -54,6 +54,7 @@ class Slots:
         """whether the slot's row of `allowed` counts"""
         self._last_allowed: tuple[tuple[int, ...], Array] = (), np.zeros(0, np.uint32)
         self.adjusting: dict[int, Adjustments] = {}
+        self._last_bias: Adjustments | None = None
         self.special = np.zeros(num_slots, np.bool_)
         """whether any of the last three applies"""
         self.faults: dict[int, str] = {}
@@ -80,7 +81,10 @@ class Slots:
         self.prompt_tokens[s], self.top_n[s] = init.prompt_tokens, init.top_logprobs
         self.adjusting.pop(s, None)
         if Adjustments.wanted(init):
-            self.adjusting[s] = Adjustments(init)
+            last = self._last_bias
+            if last is None or not last.serves(init):  # the samples of a group come one after another, with one bias
+                last = self._last_bias = Adjustments(init)
+            self.adjusting[s] = last
         self.restricted[s] = init.allowed_token_ids is not None
         if init.allowed_token_ids is not None:
             ids, words = self._last_allowed
@@ -162,7 +166,7 @@ class BatchBuilder:
         """slots of the last step, in the plan's order, if all it did was draw one token for each"""
         self._order: Array = np.zeros(0, np.int64)
         self._adjusts = False
-        """whether a row of the last step has adjustments"""
+        """whether a row of the last step has adjustments that change as its tokens come"""
 
     def build(self, plan: StepPlan) -> None:
         """Write one step. The plan's slots must have been applied."""
@@ -288,8 +292,9 @@ class BatchBuilder:
         output = position >= s.prompt_tokens[slot]
         columns["top_n"][:R] = np.where(output, s.top_n[slot], 0)
         columns["allowed_row"][:R] = np.where(output & s.restricted[slot], slot, -1)
-        self._adjusts = any(i in s.adjusting for i in plan.row_slot)
-        if self._adjusts:
+        found = [s.adjusting[i] for i in plan.row_slot if i in s.adjusting]
+        self._adjusts = any(one.follows for one in found)
+        if found:
             self._adjust(plan, position.tolist())
         else:
             columns["adjust_offset"][: R + 1] = 0
@@ -299,20 +304,20 @@ class BatchBuilder:
         a, adjusting = self._arrays, self._slots.adjusting
         first = 0
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
-            if slot in adjusting:
-                adjusting[slot].feed(start, plan.token_ids[first : first + count])
-            first += count
-        none = a["adjust"][:0]
-        lists = []
-        for slot, position in zip(plan.row_slot, positions, strict=True):
             found = adjusting.get(slot)
-            try:
-                lists.append(none if found is None or position < found.first_position else found.at(position).copy())
-            except Exception as error:
-                self._slots.fail(slot, error)
-                lists.append(none)
-        offsets = np.cumsum([0, *map(len, lists)])
+            if found is not None and found.follows:
+                try:
+                    found.feed(start, plan.token_ids[first : first + count])
+                except Exception as error:
+                    self._slots.fail(slot, error)
+            first += count
+        offsets = [0]
+        for slot, position in zip(plan.row_slot, positions, strict=True):
+            end, found = offsets[-1], adjusting.get(slot)
+            if found is not None and position >= found.first_position:
+                try:
+                    end = a.put_adjust(end, found.at(position))
+                except Exception as error:
+                    self._slots.fail(slot, error)
+            offsets.append(end)
         a["adjust_offset"][: len(offsets)] = offsets
-        a.reserve_adjust(int(offsets[-1]))
-        if offsets[-1]:
-            np.concatenate(lists, out=a["adjust"][: offsets[-1]])

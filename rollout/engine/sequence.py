@@ -52,6 +52,7 @@ class Request:
         "given_end",
         "id",
         "live",
+        "logit_bias",
         "make_matcher",
         "max_len",
         "next_index",
@@ -82,6 +83,7 @@ class Request:
         limit = min(info.max_model_len, info.num_blocks * info.block_tokens)
         self.max_len = limit if params.max_tokens is None else min(limit, len(self.prompt) + params.max_tokens)
         self.banned_ids = tuple(sorted(self.stop_ids)) if params.min_tokens else ()
+        self.logit_bias = tuple(params.logit_bias.items())
         self.banned_until = len(self.prompt) + params.min_tokens if params.min_tokens else 0
         self.wants_temperature = "temperature_logprobs" in spec.include
         self.wants_model = "model_logprobs" in spec.include
@@ -295,7 +297,7 @@ class Sequence:
             banned_until=request.banned_until,
             prompt_tokens=len(request.prompt),
             top_logprobs=params.top_logprobs,
-            logit_bias=tuple(params.logit_bias.items()),
+            logit_bias=request.logit_bias,
             allowed_token_ids=params.allowed_token_ids,
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,

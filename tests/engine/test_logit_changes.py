@@ -157,17 +157,19 @@ def test_the_lowest_temperatures_are_finite(cancelling: dict[str, str]) -> None:
         assert len(values) == 54 and all(map(math.isfinite, values))
 
 
+@pytest.mark.parametrize("name", ["at", "feed"])
 def test_an_exception_within_one_request_ends_it_alone(
-    cancelling: dict[str, str], want: Runs, monkeypatch: pytest.MonkeyPatch
+    cancelling: dict[str, str], want: Runs, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real = Adjustments.at
+    real = getattr(Adjustments, name)
 
-    def at(self: Adjustments, position: int) -> Any:
-        if self._init.repetition_penalty == 7.0 and position > self.first_position + 4:
+    def spoiled(self: Adjustments, first: int, *more: Any) -> Any:
+        """`first` is the position of the token to draw, or of the first one fed."""
+        if self._init.repetition_penalty == 7.0 and first + len(more) > self.first_position + 4:
             raise ZeroDivisionError("on purpose")
-        return real(self, position)
+        return real(self, first, *more)
 
-    monkeypatch.setattr(Adjustments, "at", at)
+    monkeypatch.setattr(Adjustments, name, spoiled)
     bad = changed(REQUESTS[0], request_id="bad", repetition_penalty=7.0, n=2)
     with Engine(cancelling["llama"], dtype="bfloat16", threads=1, num_blocks=256) as engine:
         outputs = finals(engine, [bad, *REQUESTS])
@@ -177,6 +179,16 @@ def test_an_exception_within_one_request_ends_it_alone(
         assert output.finish_reason == "error" and "ZeroDivisionError" in (output.error or "")
         assert len(output.token_ids) == len(output.logprobs) == len(output.top_token_ids or []) == 5
     assert {key: bits(output) for key, output in outputs.items()} == want
+
+
+def test_one_bias_serves_all_samples_of_a_group_and_no_other_request(cancelling: dict[str, str], want: Runs) -> None:
+    several = [changed(REQUESTS[2], request_id=f"b{i}", n=4, logit_bias={5: -3.0, 8: 4.0 + i}, seed=i) for i in range(2)]
+    alone = run(cancelling["llama"], several, alone=True, dtype="bfloat16", max_num_seqs=1)
+    with Engine(cancelling["llama"], dtype="bfloat16", threads=1, num_blocks=256) as engine:
+        outputs = finals(engine, [several[0], REQUESTS[0], several[1], REQUESTS[2]])
+        assert len(set(map(id, engine.runner._slots.adjusting.values()))) < 9  # type: ignore[attr-defined]
+    got = {key: bits(output) for key, output in outputs.items()}
+    assert got == {**alone, ("r0", 0): want["r0", 0], ("r2", 0): want["r2", 0]}
 
 
 def test_entries_follow_from_the_tokens_before_a_position() -> None:
