@@ -192,7 +192,8 @@ class Tokenizer:
             return compile_template(source)
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise BadRequest("this model has no chat template: send a prompt, or a chat_template with the messages", field="messages")
+            words = "this model has no chat template: send text or token ids instead of messages, or serve it with a tokenizer that has one"
+            raise BadRequest(words, field="messages")
         if name not in self._compiled:
             self._compiled[name] = compile_template(self._templates[name])
         return self._compiled[name]

@@ -22,13 +22,15 @@ from .engine_client import EngineProcess
 from .guard import Access, Guard
 from .openapi import document
 from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
-from .replies import ClientGone, StreamReply, WholeReply, error_reply, reply, take, until_disconnect, wants_msgpack
+from .replies import BodyRoom, ClientGone, StreamReply, WholeReply, error_reply, reply, take, until_disconnect, wants_msgpack
 from .reply_schemas import IF_ALL_FAIL
 from .rollouts import RolloutService, Ticket
 from .schemas import STRING, parameter, route
 from .text import TextService
 
 DEFAULT_MAX_BODY_BYTES = 256 << 20
+BODIES_BYTES = 1 << 30
+"""of all bodies being read or decoded; at least four of the largest"""
 router = APIRouter()
 ID = parameter("id", STRING, "the request_id, given or told by the start event", "path")
 STREAM = parameter("stream", {"type": "string", "enum": ["false", "true", "samples", "tokens"]}, "as in the body of POST /v1/rollouts")
@@ -184,10 +186,9 @@ def create_app(
 ) -> FastAPI:
     """The application over one engine process. It starts and stops nothing."""
     handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, ClientGone: _on_client_gone}
-    handlers[Exception] = _on_error
     app = FastAPI(title="Rollsync", version=version, docs_url=None, redoc_url=None, exception_handlers=handlers)
     app.state.service = RolloutService(engine, text)
-    app.state.max_body_bytes = max_body_bytes
+    app.state.bodies = BodyRoom(max_body_bytes, max(BODIES_BYTES, 4 * max_body_bytes))
     app.state.served_model_name = served_model_name
     app.state.started = int(time.time())
     for each in ROUTERS:

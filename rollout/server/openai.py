@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import PurePath
 from typing import Any
@@ -14,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, ModelNotFound, PromptTooLong, RollsyncError
 from ..wire import MSGPACK
-from .checks import check_vocabulary
 from .openai_errors import error_body
 from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
 from .openai_replies import Prompt, Reply
@@ -24,6 +22,7 @@ from .replies import ClientGone, frame, give, reply, take, until_disconnect, wan
 from .rollouts import RolloutService, Ticket
 from .schemas import SSE, route
 from .text import INLINE_TOKENS
+from .ticket import name_prompt
 
 router = APIRouter()
 
@@ -41,11 +40,16 @@ def _check_model(service: RolloutService, alias: str | None, asked: str | None) 
     return asked or names[0]
 
 
+def _name(request: OpenAIRequest, i: int) -> str:
+    """Prompt `i` as the caller wrote it."""
+    return "messages" if request.chat else "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
+
+
 def _rename(error: RollsyncError, i: int, request: OpenAIRequest) -> RollsyncError:
     """The same error with the field named as the caller wrote it."""
     if not isinstance(error, BadRequest) or error.field is None:
         return error
-    ids = "messages" if request.chat else "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
+    ids = _name(request, i)
 
     def renamed(path: str) -> str:
         own = path.removeprefix(f"prompts[{i}].").removeprefix(f"prompts[{i}]")
@@ -61,53 +65,50 @@ class Call:
         self.service, self.request, self.model = service, request, model
 
     async def open(self) -> None:
-        """Tokenise and register. Raises BadRequest for a prompt that cannot be served, which fails the whole call."""
+        """Register, and have the prompts tokenised and submitted. Raises BadRequest for one that cannot be served: it fails the call."""
         request, service = self.request, self.service
-        self._tokenizer: Any = await service.text.tokenizer() if request.needs_tokenizer else None
-        prompts = await self._prompts()
-        self.ticket: Ticket = service.open(self._rollout_call(prompts))
+        tokenizer: Any = await service.text.tokenizer() if request.needs_tokenizer else None
+        self.ticket: Ticket = service.open(self._rollout_call())
+        try:
+            prompts = await self._prompts()
+        except BaseException:
+            self.ticket.close()
+            raise
         head = {
             "id": ("chatcmpl-" if request.chat else "cmpl-") + self.ticket.id,
             "model": self.model,
             "system_fingerprint": service.fingerprint or None,
         }
-        self.reply = Reply(request, prompts, head, self._tokenizer, service.engine.snapshot.info.get("eos_token_ids", ()))
+        self.reply = Reply(request, prompts, head, tokenizer, service.engine.snapshot.info.get("eos_token_ids", ()))
 
     async def _prompts(self) -> list[Prompt]:
-        request, counts, found = self.request, Counter[tuple[int, ...]](), []
-        info = self.service.engine.snapshot.info
-        for i, given in enumerate([None] if request.chat else request.prompts):
-            name = "messages" if request.chat else "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
-            if given is None:
-                ids = await self.service.text.render(request.messages, request.template)
-            elif isinstance(given, str):
-                ids = tuple(await asyncio.to_thread(self._tokenizer.encode, given, request.add_special_tokens))
-            else:
-                ids = given
-            if not ids:
-                raise BadRequest(f"{name} must hold at least one token, got none", field=name)
-            check_vocabulary(name, ids, info.get("embed_size"))
-            room = info.get("max_model_len", len(ids) + 1) - (request.params.max_tokens != 0)
-            if len(ids) > room:  # here, before a stream of its neighbours has begun
+        request, ticket, found = self.request, self.ticket, []
+        await ticket.start()
+        if ticket.refused is not None:
+            i, error = ticket.refused
+            raise _rename(name_prompt(error, i, ticket.call.naming), i, request)
+        max_model_len = self.service.engine.snapshot.info.get("max_model_len")
+        for i, (spec, ids) in enumerate(zip(ticket.call.prompts, ticket.prompt_ids, strict=True)):
+            room = None if max_model_len is None else max_model_len - (request.params.max_tokens != 0)
+            if ids and room is not None and len(ids) > room:  # here, before a stream of its neighbours has begun
+                name = _name(request, i)
                 raise PromptTooLong(f"{name} must hold at most {room} tokens, got {len(ids)}", field=name)
-            found.append(Prompt(ids, given if isinstance(given, str) else None, counts[ids]))
-            counts[ids] += request.params.n  # equal prompts go on counting, so that their choices differ
+            found.append(Prompt(ids or (), spec.text, ticket.first_samples[i]))
         return found
 
-    def _rollout_call(self, prompts: list[Prompt]) -> RolloutCall:
+    def _rollout_call(self) -> RolloutCall:
         request = self.request
         specs = [
             PromptSpec(
-                ids=p.ids,
-                text=None,
-                messages=None,
-                chat_template_kwargs={},
+                ids=None if given is None or isinstance(given, str) else given,
+                text=given if isinstance(given, str) else None,
+                messages=request.messages if request.chat else None,
+                chat_template_kwargs=request.template,
                 params=request.params,
-                first_sample=p.first_sample,
-                continue_from=(),
-                forced_token_ids=(),
+                first_sample=None,  # equal prompts go on counting, so that their choices differ
+                add_special_tokens=request.add_special_tokens,
             )
-            for p in prompts
+            for given in ([None] if request.chat else request.prompts)
         ]
         return RolloutCall(
             prompts=specs,
@@ -118,11 +119,11 @@ class Call:
             priority=request.priority,
             stream="tokens" if request.stream else "",
             deadline_s=request.deadline_s,
+            all_or_none=True,
         )
 
     async def _samples(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Deltas and finished samples. An error of one prompt is the call's: OpenAI has no place for it beside the others."""
-        await self.ticket.start()
         async for i, item in self.ticket.events():
             if isinstance(item, RollsyncError):
                 raise _rename(item, i, self.request)
@@ -188,7 +189,7 @@ async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Re
     state = request.app.state
     asked = await take(request, parse)
     call = Call(state.service, asked, _check_model(state.service, state.served_model_name, asked.model))
-    await call.open()
+    await until_disconnect(request.receive, call.open())
     if asked.stream:
         return ChunkStream(call.chunks(), call.ticket.close, wants_msgpack(request))
     try:

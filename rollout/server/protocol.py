@@ -115,6 +115,8 @@ class PromptSpec:
     prompt_logprobs_start: int = 0
     continuation: str | None = None
     """forced_token_ids as text"""
+    add_special_tokens: bool = False
+    """to `text`"""
     score_only: bool = False
     """score forced_token_ids to their end and sample nothing"""
 
@@ -153,6 +155,8 @@ class RolloutCall:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
     naming: Naming = Naming()
+    all_or_none: bool = False
+    """a prompt that is refused keeps those behind it from being looked at"""
 
 
 def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, RollsyncError, show
+from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded, RollsyncError, show
 from ..wire import MSGPACK, error_to_wire
 from .checks import decode_body
 from .encoding import encode, encode_aside
@@ -49,13 +49,35 @@ async def give(request: Request, value: Any, status: int = 200) -> Response:
     return WholeReply(await encode_aside(value, binary), status, binary)
 
 
+class BodyRoom:
+    """What bodies may take: each for itself, and all that are being read or decoded together."""
+
+    def __init__(self, limit_bytes: int, total_bytes: int) -> None:
+        self.limit_bytes, self.total_bytes = limit_bytes, total_bytes
+        self.taken_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Overloaded if there is no room for so many more."""
+        if self.taken_bytes + num_bytes > self.total_bytes:
+            raise Overloaded(f"bodies of {self.taken_bytes} bytes are being read, of at most {self.total_bytes}: try again")
+        self.taken_bytes += num_bytes
+
+
 async def take(request: Request, parse: Callable[[Any], T]) -> T:
     """What `parse` makes of the body; a large one is decoded and checked in a worker thread."""
-    body = await read_body(request, request.app.state.max_body_bytes)
-    kind = request.headers.get("content-type", "application/json")
-    if len(body) < ASIDE_BYTES:
-        return parse(decode_body(body, kind))
-    return await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
+    room: BodyRoom = request.app.state.bodies
+    chunks: list[bytes] = []
+    try:
+        async for chunk in _body_chunks(request, room.limit_bytes):
+            room.take(len(chunk))
+            chunks.append(chunk)
+        body = b"".join(chunks)
+        kind = request.headers.get("content-type", "application/json")
+        if len(body) < ASIDE_BYTES:
+            return parse(decode_body(body, kind))
+        return await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
+    finally:
+        room.taken_bytes -= sum(map(len, chunks))
 
 
 def reply(request: Request, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -72,32 +94,31 @@ def error_reply(request: Request, error: BaseException, status: int | None = Non
     return reply(request, {"error": error_to_wire(error)}, status, headers)
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body, or BodyTooLarge as soon as it exceeds the limit, or BodyTooSlow once it falls behind."""
+async def _body_chunks(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+    """The body as it comes. BodyTooLarge as soon as it exceeds the limit, BodyTooSlow once it falls behind, ClientGone."""
     coding = request.headers.get("content-encoding", "identity")
     if coding != "identity":
         raise BadRequest(f"Content-Encoding must be identity (send the body as it is), got {show(coding)}")
     declared = request.headers.get("content-length", "")
-    chunks: list[bytes] = []
     size = int(declared) if declared.isascii() and declared.isdigit() else 0
     if size <= limit_bytes:
         size, begun_at = 0, asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout(BODY_GRACE_S) as deadline:
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit_bytes:
-                        break
-                    chunks.append(chunk)
-                    deadline.reschedule(begun_at + BODY_GRACE_S + size / BODY_BYTES_PER_S)
-        except ClientDisconnect:
-            raise ClientGone from None
-        except TimeoutError:
-            pace = f"{BODY_GRACE_S:g} s and one more for every {BODY_BYTES_PER_S} bytes"
-            raise BodyTooSlow(f"a body may take {pace}; {size} bytes had come by then") from None
-    if size > limit_bytes:
-        raise BodyTooLarge(f"the body must be at most {limit_bytes} bytes (--max-body-bytes), got at least {size}")
-    return b"".join(chunks)
+        stream = request.stream()
+        while size <= limit_bytes:
+            try:
+                async with asyncio.timeout_at(begun_at + BODY_GRACE_S + size / BODY_BYTES_PER_S):
+                    chunk = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except ClientDisconnect:
+                raise ClientGone from None
+            except TimeoutError:
+                pace = f"{BODY_GRACE_S:g} s and one more for every {BODY_BYTES_PER_S} bytes"
+                raise BodyTooSlow(f"a body may take {pace}; {size} bytes had come by then") from None
+            size += len(chunk)
+            if size <= limit_bytes:
+                yield chunk
+    raise BodyTooLarge(f"the body must be at most {limit_bytes} bytes (--max-body-bytes), got at least {size}")
 
 
 async def _disconnected(receive: Receive) -> None:

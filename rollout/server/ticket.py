@@ -81,6 +81,10 @@ class Ticket:
         self.key = f"{call_id}#{service.next_number()}"
         """names this call to the engine: what still comes for an earlier call of the same id must not be taken for this one's"""
         self.prompt_ids: list[tuple[int, ...] | None] = [None] * len(call.prompts)
+        self.first_samples = [0] * len(call.prompts)
+        """index of each prompt's first sample, once it is submitted"""
+        self.refused: tuple[int, RollsyncError] | None = None
+        """the first prompt that never came to the engine, and why"""
         self.aborted: str | None = None
         self.stream = call.stream
         """what the reader wants: "samples", "tokens", or empty"""
@@ -177,12 +181,15 @@ class Ticket:
             except Exception as error:  # one prompt's fault must not end the others
                 traceback.print_exc(file=sys.stderr)
                 self._refuse(i, RollsyncError(f"{type(error).__name__}: {error}"))
+            if self.refused is not None and self.call.all_or_none:
+                return
             work += 256 + len(self.prompt_ids[i] or ())
             if work >= YIELD_TOKENS:
                 work = 0
                 await asyncio.sleep(0)  # a long list must not hold up health
 
     def _refuse(self, i: int, error: RollsyncError) -> None:
+        self.refused = self.refused or (i, error)
         self._engine.counters.rejected(error.code)
         self._mailbox.put(i, error)
 
@@ -210,6 +217,7 @@ class Ticket:
             stream=self.call.stream == "tokens",
         )
         self.prompt_ids[i] = ids  # only now known to fit the reply's int32
+        self.first_samples[i] = request.first_sample
         if prompt.first_sample is None:
             self._counts[key] += prompt.params.n
         if self.aborted is not None:
@@ -221,7 +229,7 @@ class Ticket:
 
     async def _ids(self, i: int, prompt: PromptSpec) -> tuple[int, ...]:
         if prompt.text is not None:
-            ids = await self._service.text.encode(prompt.text)
+            ids = await self._service.text.encode(prompt.text, prompt.add_special_tokens)
         elif prompt.messages is not None:
             ids = await self._service.text.render(prompt.messages, prompt.chat_template_kwargs)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -181,5 +182,86 @@ def test_a_large_reply_holds_up_nobody(in_front: Any, monkeypatch: pytest.Monkey
             assert (await call).status_code == 200 and len((await call).content) > 1 << 12
             being_made.clear()
             answered.clear()
+
+    in_front(work)
+
+
+async def talk(app: Any, path: str, receive: Callable[[], Coroutine[Any, Any, Any]]) -> list[dict[str, Any]]:
+    """What the app sends to a caller who sends what `receive` says."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "raw_path": path.encode()}
+    await app({**scope, "http_version": "1.1", "scheme": "http", "state": {}}, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/rollouts"])
+def test_nobody_waits_for_the_tokens_of_a_caller_who_left(in_front: Any, path: str) -> None:
+    async def work(front: Front) -> None:
+        loop, left, ended = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        prompts = [f"prompt {i}" for i in range(50)]
+        body = {"prompt": prompts} if path == "/v1/completions" else {"prompts": [{"text": p} for p in prompts]}
+        to_send = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            if not to_send:
+                await left.wait()
+            return to_send.pop() if to_send else {"type": "http.disconnect"}
+
+        def encode(text: str, add_special_tokens: bool = False) -> list[int]:
+            front.tokenizer.calls += 1
+            if front.tokenizer.calls == 3:
+                loop.call_soon_threadsafe(left.set)
+                assert ended.wait(20)
+            return list(text.encode())
+
+        front.tokenizer.encode = encode  # type: ignore[method-assign]
+        await talk(front.app, path, receive)
+        ended.set()
+        assert not front.app.state.service.in_flight
+        await front.rollouts({"token_ids": [1]})
+        assert front.tokenizer.calls == 3
+
+    in_front(work)
+
+
+def test_bodies_share_their_room(in_front: Any) -> None:
+    async def work(front: Front) -> None:
+        room = front.app.state.bodies
+        room.total_bytes = room.limit_bytes = 1000
+        whole = json.dumps({"prompts": [{"token_ids": [1]}], "sampling_params": {"max_tokens": 1}}).encode().ljust(600)
+
+        async def send(*parts: bytes | None) -> int:
+            """The status. None waits for the others; then the rest comes, or, if there is none, a hang-up."""
+            to_send = list(parts)
+
+            async def receive() -> dict[str, Any]:
+                if to_send and to_send[0] is None:
+                    await others.wait()
+                    to_send.pop(0)
+                    if not to_send:
+                        return {"type": "http.disconnect"}
+                if not to_send:
+                    await asyncio.sleep(60)
+                return {"type": "http.request", "body": to_send.pop(0), "more_body": to_send != []}
+
+            sent = await talk(front.app, "/v1/rollouts", receive)
+            assert sent[0]["status"] != 503 or (b"retry-after", b"1") in sent[0]["headers"]
+            return int(sent[0]["status"])
+
+        others = asyncio.Event()
+        waits = [asyncio.create_task(send(whole[:300], None, whole[300:])), asyncio.create_task(send(whole[:300], None))]
+        while room.taken_bytes < 600:
+            await asyncio.sleep(0)
+        assert await send(whole) == 503, "two half bodies leave no room for a third"
+        assert await send(b" " * 1001) == 413 and await send(b"{" * 300) == 400
+        assert room.taken_bytes == 600
+        others.set()
+        assert await asyncio.gather(*waits) == [200, 499] and room.taken_bytes == 0
+        assert await send(whole) == 200
 
     in_front(work)
