@@ -18,12 +18,17 @@ from typing import Any
 from rollsync.rollout.errors import RollsyncError, sent_errors
 from rollsync.rollout.server.app import DEFAULT_MAX_BODY_BYTES, openapi
 from rollsync.rollout.server.connections import KEEP_ALIVE_S
-from rollsync.rollout.server.guard import CONTROL_PREFIXES, OPEN_PATHS, READ_PATHS
 from rollsync.rollout.server.replies import BODY_BYTES_PER_S, BODY_GRACE_S
 from rollsync.rollout.wire import MSGPACK
 
 FILE = Path(__file__).resolve().parent / "api.md"
 Schema = dict[str, Any]
+
+
+def _needing(needs: str) -> str:
+    paths = (path for path, methods in openapi("")["paths"].items() if any(found["x-needs"] == needs for found in methods.values()))
+    return ", ".join(f"`{path}`" for path in sorted(paths))
+
 
 INTRO = f"""\
 <!-- Made by docs/api.py (`make docs`) from what the server checks and declares. Do not edit. -->
@@ -60,10 +65,10 @@ Bodies may send ids that way too (`<i4`, `<i8`, `<u4` or `<u8`), or as plain lis
 
 ## Keys, tokens, limits
 
-With `--api-key`, every route but {", ".join(f"`{p}`" for p in sorted(OPEN_PATHS))} needs `Authorization: Bearer KEY`. With
-`--control-token` (required if the server listens beyond loopback), all below {" and ".join(f"`{p}`" for p in CONTROL_PREFIXES)} but
-{", ".join(f"`{p}`" for p in sorted(READ_PATHS))} needs that token instead, which opens all other routes as well. On loopback, Host and
-Origin must name this machine, so that no web page can reach the server.
+With `--api-key`, every route needs `Authorization: Bearer KEY`, but for what probes ask: {_needing("open")}.
+With `--control-token` (required if the server listens beyond loopback), what changes the engine ({_needing("control")}) needs
+that token instead, which opens all other routes as well. On loopback, Host and Origin must name this machine, so that no web page can
+reach the server.
 
 A body holds at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB (`--max-body-bytes`), and may take {BODY_GRACE_S:g} s and one more for every
 {BODY_BYTES_PER_S >> 10} KiB of it. A connection that sends no complete headers for {KEEP_ALIVE_S} s is closed. With as many connections as

@@ -13,13 +13,14 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute
 
 from .. import metrics
 from ..errors import NoSuchRoute, RollsyncError
 from . import control, openai, openai_schemas, reply_schemas, token_routes
 from .encoding import encode_aside
 from .engine_client import EngineProcess
-from .guard import Access, Guard
+from .guard import Access, Guard, RouteNeeds
 from .openapi import document
 from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
 from .replies import BodyRoom, ClientGone, StreamReply, WholeReply, error_reply, reply, take, until_disconnect, wants_msgpack
@@ -43,7 +44,9 @@ def _service(request: Request) -> RolloutService:
 
 @router.post(
     "/v1/rollouts",
-    openapi_extra=route("Sampling", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409,), also=IF_ALL_FAIL),
+    openapi_extra=route(
+        "Sampling", "traffic", takes="Rollouts", gives="RolloutsReply", events="RolloutEvent", errors=(409,), also=IF_ALL_FAIL
+    ),
 )
 async def rollouts(request: Request) -> Response:
     """Sample from prompts. JSON or msgpack by Content-Type and Accept; whole, or streamed by sample.
@@ -61,7 +64,7 @@ async def rollouts(request: Request) -> Response:
 @router.get(
     "/v1/rollouts/{id:path}",
     openapi_extra=route(
-        "Sampling", gives="RolloutsReply", events="RolloutEvent", errors=(404, 409), also=IF_ALL_FAIL, parameters=(ID, STREAM)
+        "Sampling", "traffic", gives="RolloutsReply", events="RolloutEvent", errors=(404, 409), also=IF_ALL_FAIL, parameters=(ID, STREAM)
     ),
 )
 async def reattach(request: Request, id: str) -> Response:
@@ -92,38 +95,38 @@ async def _answer(request: Request, ticket: Ticket) -> Response:
         raise
 
 
-@router.post("/v1/engine/abort", openapi_extra=route("Control", takes="Abort", gives="AbortReply", errors=(503,)))
+@router.post("/v1/engine/abort", openapi_extra=route("Control", "control", takes="Abort", gives="AbortReply", errors=(503,)))
 async def abort(request: Request) -> Response:
     """End calls by request_id, group, session, or all; their own replies carry the partial outputs."""
     return reply(request, await control.abort(_service(request), *await take(request, parse_abort)))
 
 
-@router.get("/v1/engine/status", openapi_extra=route("Control", gives="Status"))
+@router.get("/v1/engine/status", openapi_extra=route("Control", "traffic", gives="Status"))
 async def status(request: Request) -> Response:
     """State, engine facts and counters, from the last snapshot."""
     return reply(request, control.status(_service(request)))
 
 
-@router.get("/health/live", openapi_extra=route("Health", gives="Live", also={503: "Live"}))
+@router.get("/health/live", openapi_extra=route("Health", "open", gives="Live", also={503: "Live"}))
 async def health_live(request: Request) -> Response:
     """200 while the engine's loop moves or idles, else 503 with the reason."""
     return reply(request, *control.live(_service(request)))
 
 
-@router.get("/health", openapi_extra=route("Health", gives="Ready", also={503: "Ready"}))
-@router.get("/health/ready", openapi_extra=route("Health", gives="Ready", also={503: "Ready"}))
+@router.get("/health", openapi_extra=route("Health", "open", gives="Ready", also={503: "Ready"}))
+@router.get("/health/ready", openapi_extra=route("Health", "open", gives="Ready", also={503: "Ready"}))
 async def health_ready(request: Request) -> Response:
     """200 if a request would be served now, else 503 with the reason."""
     return reply(request, *control.ready(_service(request)))
 
 
-@router.get("/version", openapi_extra=route("Health", gives="Version"))
+@router.get("/version", openapi_extra=route("Health", "open", gives="Version"))
 async def version(request: Request) -> Response:
     """Version, protocol version and capabilities."""
     return reply(request, control.version(_service(request), request.app.version))
 
 
-@router.get("/metrics", openapi_extra=route("Health", gives={"type": "string"}, kinds=("text/plain",)))
+@router.get("/metrics", openapi_extra=route("Health", "traffic", gives={"type": "string"}, kinds=("text/plain",)))
 async def metrics_page(request: Request) -> Response:
     """Prometheus text."""
     engine = _service(request).engine
@@ -134,11 +137,11 @@ async def metrics_page(request: Request) -> Response:
 
 def _pages() -> list[str]:
     """What a browser can open."""
-    gets = [r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute) and "GET" in (r.methods or ())]
+    gets = [r.path for r in routes() if isinstance(r, APIRoute) and "GET" in (r.methods or ())]
     return [path for path in dict.fromkeys(gets) if path != "/" and "{" not in path] + ["/openapi.json"]
 
 
-@router.get("/", include_in_schema=False)
+@router.get("/", include_in_schema=False, openapi_extra=route("Health", "open"))
 async def index(request: Request) -> Response:
     """What this is, for a person with a browser."""
     service = _service(request)
@@ -151,12 +154,16 @@ async def index(request: Request) -> Response:
 ROUTERS = (router, token_routes.router, openai.router)
 COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **token_routes.COMPONENTS, **openai_schemas.COMPONENTS}
 """schemas by name, of bodies and replies of every router"""
-ROUTES = (*dict.fromkeys(r.path for each in ROUTERS for r in each.routes if isinstance(r, APIRoute)), "/openapi.json")
+
+
+def routes() -> list[BaseRoute]:
+    """Those of every router."""
+    return [r for each in ROUTERS for r in each.routes]
 
 
 def openapi(version: str) -> dict[str, Any]:
     """The OpenAPI document of every route."""
-    return document((r for each in ROUTERS for r in each.routes), version, COMPONENTS)
+    return document(routes(), version, COMPONENTS)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -194,5 +201,5 @@ def create_app(
     for each in ROUTERS:
         app.include_router(each)
     app.openapi = functools.cache(lambda: openapi(version))  # type: ignore[method-assign]
-    app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=frozenset(ROUTES))
+    app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=RouteNeeds(routes()))
     return app

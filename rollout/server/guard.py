@@ -10,19 +10,21 @@ import re
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fastapi.routing import APIRoute
 from starlette.requests import Request
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import ConfigError, Forbidden, Overloaded, RollsyncError, Unauthorized
 from .replies import error_reply
+from .schemas import Needs
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
-"""answered without a key, and over the connection limit: probes and the version handshake"""
-CONTROL_PREFIXES = ("/v1/engine/", "/v1/weights/")
-"""all below, but READ_PATHS, changes the engine: it needs the control token, unless the listener is loopback and none was set"""
-READ_PATHS = frozenset({"/v1/engine/status"})
+DOCUMENT = "/openapi.json"
+"""FastAPI's own route, which cannot declare that it needs the API key"""
+STRICTNESS: dict[Needs, int] = {"open": 0, "traffic": 1, "control": 2}
 AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 READ_AWAY_S = 1.0
 
@@ -77,12 +79,30 @@ def token_of(authorization: str) -> bytes:
     return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
-def is_control(path: str) -> bool:
-    return path.startswith(CONTROL_PREFIXES) and path not in READ_PATHS
+class RouteNeeds:
+    """What each path needs, as its route declares (schemas.route). ValueError for a route that does not."""
+
+    def __init__(self, routes: Iterable[BaseRoute]) -> None:
+        self._declared: list[tuple[re.Pattern[str], Needs]] = [(re.compile(re.escape(DOCUMENT)), "traffic")]
+        self.paths = {DOCUMENT}
+        for route in routes:
+            needs = ((isinstance(route, APIRoute) and route.openapi_extra) or {}).get("x-needs")
+            if not isinstance(route, APIRoute) or needs not in STRICTNESS:
+                raise ValueError(f"{route} must declare what it needs, as openapi_extra=route(tag, needs)")
+            self._declared.append((route.path_regex, needs))
+            self.paths.add(route.path)
+
+    def of(self, path: str) -> Needs:
+        """The strictest of the routes that could take it, by the router's own patterns; of no route: "traffic"."""
+        found = [needs for pattern, needs in self._declared if pattern.match(path)]
+        return max(found, key=STRICTNESS.__getitem__, default="traffic")
 
 
-def check(access: Access, path: str, headers: dict[str, str]) -> None:
-    """Raise Forbidden or Unauthorized if the call must not pass."""
+def check(access: Access, needs: Needs, headers: dict[str, str]) -> None:
+    """Raise Forbidden or Unauthorized if a call of a path that needs `needs` must not pass.
+
+    Control needs the control token, or what traffic needs if none was set, which only a loopback listener may do.
+    """
     if access.loopback:
         host = headers.get("host", "")
         if not is_loopback(host_of(host)):
@@ -92,10 +112,10 @@ def check(access: Access, path: str, headers: dict[str, str]) -> None:
             raise Forbidden(f"Origin must be this machine, got {origin!r}")
     token = token_of(headers.get("authorization", ""))
     controls = access.control_token is not None and _equal(token, access.control_token)
-    if is_control(path) and access.control_token is not None:
+    if needs == "control" and access.control_token is not None:
         if not controls:
             raise Unauthorized("this route needs Authorization: Bearer <control token>")
-    elif not (access.api_key is None or path in OPEN_PATHS or controls or _equal(token, access.api_key)):
+    elif not (access.api_key is None or needs == "open" or controls or _equal(token, access.api_key)):
         raise Unauthorized("this route needs Authorization: Bearer <api key>")
 
 
@@ -114,7 +134,7 @@ async def read_away(receive: Receive) -> None:
 class Guard:
     """Pure ASGI middleware: refuses first, counts responses by route."""
 
-    def __init__(self, app: ASGIApp, access: Access, responses: Counter[tuple[str, int]], routes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, access: Access, responses: Counter[tuple[str, int]], routes: RouteNeeds) -> None:
         self._app, self._access, self._responses, self._routes = app, access, responses, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +150,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 begun = True
                 found = getattr(scope.get("route"), "path", path)  # of "/v1/rollouts/abc" the pattern
-                route = found if found in self._routes else "other"
+                route = found if found in self._routes.paths else "other"
                 self._responses[route, message["status"]] += 1
                 if state.get("crowded") or state.get("over_limit"):  # the next try may find a place
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
@@ -138,9 +158,10 @@ class Guard:
 
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         try:
-            if state.get("over_limit") and path not in OPEN_PATHS:
+            needs = self._routes.of(path)
+            if state.get("over_limit") and needs != "open":
                 raise Overloaded("all connections that the file limit (ulimit -n) allows are taken: try again, or raise it")
-            check(self._access, path, headers)
+            check(self._access, needs, headers)
         except RollsyncError as error:
             await read_away(receive)
             await error_reply(Request(scope), error)(scope, receive, counted)

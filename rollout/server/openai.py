@@ -202,7 +202,7 @@ async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Re
 @router.post(
     "/v1/completions",
     openapi_extra=route(
-        "OpenAI", takes="Completion", gives="CompletionReply", events="CompletionReply", errors=ERRORS, error="OpenAIError"
+        "OpenAI", "traffic", takes="Completion", gives="CompletionReply", events="CompletionReply", errors=ERRORS, error="OpenAIError"
     ),
 )
 async def completions(request: Request) -> Response:
@@ -218,7 +218,7 @@ async def completions(request: Request) -> Response:
 
 @router.post(
     "/v1/chat/completions",
-    openapi_extra=route("OpenAI", takes="Chat", gives="ChatReply", events="ChatChunk", errors=ERRORS, error="OpenAIError"),
+    openapi_extra=route("OpenAI", "traffic", takes="Chat", gives="ChatReply", events="ChatChunk", errors=ERRORS, error="OpenAIError"),
 )
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions. The model's template renders the messages; tool calls are not parsed out of the text.
@@ -236,13 +236,13 @@ def _model(request: Request) -> dict[str, Any]:
     return {**found, "root": state.service.model, "max_model_len": info.get("max_model_len")}
 
 
-@router.get("/v1/models", openapi_extra=route("OpenAI", gives="Models", error="OpenAIError"))
+@router.get("/v1/models", openapi_extra=route("OpenAI", "traffic", gives="Models", error="OpenAIError"))
 async def models(request: Request) -> Response:
     """The one model that is served."""
     return reply(request, {"object": "list", "data": [_model(request)]})
 
 
-@router.get("/v1/models/{model:path}", openapi_extra=route("OpenAI", gives="Model", errors=(404,), error="OpenAIError"))
+@router.get("/v1/models/{model:path}", openapi_extra=route("OpenAI", "traffic", gives="Model", errors=(404,), error="OpenAIError"))
 async def model(request: Request, model: str) -> Response:
     """The model of this name, if it is the one that is served."""
     _check_model(request.app.state.service, request.app.state.served_model_name, model)

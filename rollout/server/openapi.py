@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 
 from ..errors import sent_errors
 from .checks import Schema
-from .schemas import STRING, Item, parameter, reply_schema, route
+from .schemas import STRING, Item, parameter, reply_schema
 
 STATUSES = {
     400: "The body, or a field of it, is wrong.",
@@ -45,7 +45,8 @@ def error_schema() -> Schema:
 
 
 def _operation(found: APIRoute, method: str) -> dict[str, Any]:
-    extra = found.openapi_extra or route("Other")
+    extra = found.openapi_extra
+    assert extra is not None, f"{found.path} declares nothing of itself"
     head, _, rest = (inspect.getdoc(found.endpoint) or "").partition("\n\n")
     responses = {}
     for status, response in sorted(extra["responses"].items()):

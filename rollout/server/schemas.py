@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..engine.params import Bound
 from ..fields import field_docs
@@ -25,6 +25,8 @@ NUMBER: Schema = {"type": "number"}
 STRING: Schema = {"type": "string"}
 BOOLEAN: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
+
+Needs = Literal["open", "traffic", "control"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def _content(schema: Schema, kinds: tuple[str, ...]) -> dict[str, Any]:
 
 def route(
     tag: str,
+    needs: Needs,
     *,
     takes: str | None = None,
     gives: str | Schema | None = None,
@@ -117,6 +120,8 @@ def route(
 
     Args:
         tag: the chapter of docs/api.md it stands in.
+        needs: what a caller must show. "open": nothing, for what probes ask; "traffic": the API key; "control", for what changes the
+            engine: the control token.
         takes: component of the body, if there is one; then 400, 408 and 413 are documented by themselves.
         gives: component (or schema) of the reply with status 200.
         events: component of one event of the stream that the body may ask for.
@@ -138,7 +143,7 @@ def route(
     error_kinds = kinds if JSON in kinds else (JSON,)
     for status in sorted({*errors, *((400, 408, 413) if takes else ()), 401, 403, 500, 503} - set(also or {})):
         responses[str(status)] = {"description": "", "content": _content(ref(error), error_kinds)}
-    found: dict[str, Any] = {"tags": [tag], "responses": responses}
+    found: dict[str, Any] = {"tags": [tag], "x-needs": needs, "responses": responses}
     if takes is not None:
         found["requestBody"] = {"required": True, "content": _content(ref(takes), kinds)}
     if parameters:

@@ -119,7 +119,10 @@ def _scores(result: dict[str, Any]) -> dict[str, Any]:
     return {**head, "prompt_token_ids": result["prompt_token_ids"], **{name: sample[name] for name in names if name in sample}}
 
 
-@router.post("/v1/logprobs", openapi_extra=route("Tokens", takes="Logprobs", gives="LogprobsReply", errors=(409,), also=IF_ALL_FAIL))
+@router.post(
+    "/v1/logprobs",
+    openapi_extra=route("Tokens", "traffic", takes="Logprobs", gives="LogprobsReply", errors=(409,), also=IF_ALL_FAIL),
+)
 async def logprobs(request: Request) -> Response:
     """Log-probabilities of given continuations under given prompts.
 
@@ -217,7 +220,7 @@ def _ids(ids: tuple[int, ...]) -> dict[str, Any]:
     return {"token_ids": pack_array("<i4", ids)}
 
 
-@router.post("/v1/tokenize", openapi_extra=route("Tokens", takes="Tokenize", gives="TokensReply", also=IF_ALL_FAIL))
+@router.post("/v1/tokenize", openapi_extra=route("Tokens", "traffic", takes="Tokenize", gives="TokensReply", also=IF_ALL_FAIL))
 async def tokenize(request: Request) -> Response:
     """Ids of a text or a chat, as a rollout's prompt would have them."""
     service: RolloutService = request.app.state.service
@@ -230,7 +233,7 @@ async def tokenize(request: Request) -> Response:
     return await _each(request, await take(request, _parser(TOKENIZE_FIELDS)), work)
 
 
-@router.post("/v1/detokenize", openapi_extra=route("Tokens", takes="Detokenize", gives="TextReply", also=IF_ALL_FAIL))
+@router.post("/v1/detokenize", openapi_extra=route("Tokens", "traffic", takes="Detokenize", gives="TextReply", also=IF_ALL_FAIL))
 async def detokenize(request: Request) -> Response:
     """Text of ids, as a rollout with "text" in its include would have it. Bytes that are no UTF-8 become U+FFFD."""
     service: RolloutService = request.app.state.service
@@ -244,7 +247,7 @@ async def detokenize(request: Request) -> Response:
     return await _each(request, await take(request, _parser(DETOKENIZE_FIELDS)), work)
 
 
-@router.post("/v1/render", openapi_extra=route("Tokens", takes="Render", gives="RenderReply", also=IF_ALL_FAIL))
+@router.post("/v1/render", openapi_extra=route("Tokens", "traffic", takes="Render", gives="RenderReply", also=IF_ALL_FAIL))
 async def render(request: Request) -> Response:
     """The text that the model's chat template makes of messages, and its ids."""
     service: RolloutService = request.app.state.service
