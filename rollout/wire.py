@@ -31,6 +31,8 @@ COLUMNS = {
 """the columns of a sample that travel as arrays; NaN in `prompt_logprobs` stands for null (the first token has none)"""
 TABLES = ("top_token_ids", "top_logprobs")
 """those that hold several values per token"""
+TOKEN_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_logprobs")
+"""those with one row per output token"""
 
 
 def pack_array(dtype: str, values: Sequence[Any]) -> dict[str, Any]:

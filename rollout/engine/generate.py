@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..errors import BadRequest, IllegalState, RollsyncError, describe
 from ..fields import did_you_mean
 from ..models.detokenizer import end_at_stop
-from .outputs import bare_output
+from .columns import columns_for, empty_output
 from .params import SamplingParams
 from .score import score_request
 from .types import RolloutRequest, SampleOutput
@@ -157,11 +157,9 @@ def _each(
     return each
 
 
-def _refused(name: str, index: int, error: str) -> SampleOutput:
-    return SampleOutput(request_id=name, sample_index=index, token_ids=[], logprobs=[], finish_reason="error", error=error)
-
-
-def _make(name: str, n: int, on_error: str, make: Callable[[], RolloutRequest]) -> RolloutRequest | list[SampleOutput]:
+def _make(
+    name: str, n: int, columns: tuple[str, ...], on_error: str, make: Callable[[], RolloutRequest]
+) -> RolloutRequest | list[SampleOutput]:
     """A checked request; or what it cannot be, as an error that names the item or (`on_error` "return") as n samples of it."""
     if on_error not in ("raise", "return"):
         raise BadRequest(f'on_error must be "raise" or "return", got {on_error!r}', field="on_error")
@@ -170,7 +168,7 @@ def _make(name: str, n: int, on_error: str, make: Callable[[], RolloutRequest]) 
     except Exception as error:
         if on_error == "return":
             words = str(error) if isinstance(error, RollsyncError) else describe(error)
-            return [_refused(name, i, words) for i in range(n)]
+            return [empty_output(name, i, columns, finish_reason="error", error=words) for i in range(n)]
         if isinstance(error, BadRequest):
             raise type(error)(f"{name}: {error}", field=name) from error
         raise
@@ -199,7 +197,9 @@ def _requests(
         return request
 
     each = enumerate(zip(prompts, _each(params, len(prompts), include), strict=True))
-    return [_make(f"prompts[{i}]", own.n, on_error, partial(make, i, prompt, own)) for i, (prompt, own) in each]
+    return [
+        _make(f"prompts[{i}]", own.n, columns_for(include, own), on_error, partial(make, i, prompt, own)) for i, (prompt, own) in each
+    ]
 
 
 def _add(engine: Engine, request: RolloutRequest, samples: dict[str, list[SampleOutput]]) -> int:
@@ -211,8 +211,10 @@ def _add(engine: Engine, request: RolloutRequest, samples: dict[str, list[Sample
         raise
     except Exception as error:
         log.error("request %r could not be added", request.request_id, exc_info=error)
+        columns = columns_for(request.include, request.params)
+        ends = {"seed": request.params.seed or 0, "finish_reason": "error", "error": describe(error)}
         indices = range(request.first_sample, request.first_sample + request.params.n)
-        samples[request.request_id] += [bare_output(request, i, request.params.seed or 0, describe(error)) for i in indices]
+        samples[request.request_id] += [empty_output(request.request_id, i, columns, **ends) for i in indices]
         return request.params.n
 
 
@@ -292,6 +294,6 @@ def score(
         return request
 
     each = enumerate(zip(prompts, continuations, _each(params, len(prompts), include), strict=True))
-    items = [_make(f"prompts[{i}]", 1, on_error, partial(make, i, *pair)) for i, pair in each]
+    items = [_make(f"prompts[{i}]", 1, columns_for(include, pair[2]), on_error, partial(make, i, *pair)) for i, pair in each]
     samples = _run(engine, [item for item in items if isinstance(item, RolloutRequest)], progress)
     return [samples[item.request_id][0] if isinstance(item, RolloutRequest) else item[0] for item in items]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ..errors import BadRequest, RollsyncError, describe
 from ..fields import did_you_mean
-from .outputs import lost_output
+from .columns import VALUE_COLUMNS, empty_output
 from .types import RolloutRequest, SampleOutput
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,9 @@ def deliver(engine: EngineLike, sink: Sink, outputs: list[SampleOutput]) -> None
             lost = [output] if output.finished else engine.abort(output.request_id, reason="an output could not be sent")
             ended.update(o.request_id for o in lost)
             for o in lost:
-                _report(sink.outputs, [lost_output(o, describe(error))])
+                columns = [name for name in VALUE_COLUMNS if getattr(o, name) is not None]
+                ends = {"seed": o.seed, "finish_reason": "error", "error": describe(error)}
+                _report(sink.outputs, [empty_output(o.request_id, o.sample_index, columns, **ends)])
 
 
 def _report(call: Callable[..., None], *args: Any) -> bool:

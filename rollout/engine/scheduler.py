@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Iterable
 
 from ..errors import describe
-from .outputs import bare_output, sample_output
+from .columns import empty_output
+from .outputs import sample_output
 from .planner import Chunk, Planner, log
 from .runner_info import RunnerInfo
 from .sequence import Ending, Request, Sequence
@@ -203,16 +204,16 @@ class Scheduler(Planner):
             columns.version = result.version
             columns.spans.append((result.version, len(columns.logprobs), seq.epoch != self.blocks.epoch))
         columns.logprobs.append(result.logprobs[row])
-        request = seq.request
-        if request.wants_columns:
-            if request.wants_temperature:
-                columns.temperature.append(result.temperature_logprobs[row])
-            if request.wants_model:
-                columns.model.append(result.model_logprobs[row])
-            if request.wants_entropy:
+        more = seq.request.more_columns
+        if more:  # one by one, not by a loop over the names: this is done for every token
+            if "temperature_logprobs" in more:
+                columns.temperature_logprobs.append(result.temperature_logprobs[row])
+            if "model_logprobs" in more:
+                columns.model_logprobs.append(result.model_logprobs[row])
+            if "entropy" in more:
                 columns.entropy.append(result.entropy[row])
-            if request.wants_top:
-                columns.top_ids.append(result.top_token_ids[row])
+            if "top_logprobs" in more:
+                columns.top_token_ids.append(result.top_token_ids[row])
                 columns.top_logprobs.append(result.top_logprobs[row])
 
     def _draw(self, seq: Sequence, row: int, result: StepResult, outputs: list[SampleOutput]) -> None:
@@ -272,7 +273,8 @@ class Scheduler(Planner):
         except Exception as error:
             log.error("request %r, sample %d: no output", request.id, seq.index, exc_info=error)
             self.counters["faults"] += end.reason != "error"
-            output = bare_output(request.spec, request.spec.first_sample + seq.index, request.seed, end.error or describe(error))
+            ends = {"seed": request.seed, "finish_reason": "error", "error": end.error or describe(error)}
+            output = empty_output(request.id, request.spec.first_sample + seq.index, request.columns, **ends)
         outputs.append(output)
         del request.sequences[seq.index]
         request.live -= 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import RollsyncError, describe
+from .columns import Columns, columns_for
 from .runner_info import RunnerInfo
 from .types import RolloutRequest, SlotInit
 
@@ -48,6 +49,7 @@ class Request:
         "arrival",
         "banned_ids",
         "banned_until",
+        "columns",
         "given",
         "given_end",
         "id",
@@ -55,6 +57,7 @@ class Request:
         "logit_bias",
         "make_matcher",
         "max_len",
+        "more_columns",
         "next_index",
         "pending",
         "prompt",
@@ -64,11 +67,6 @@ class Request:
         "shared_columns",
         "spec",
         "stop_ids",
-        "wants_columns",
-        "wants_entropy",
-        "wants_model",
-        "wants_temperature",
-        "wants_top",
     )
 
     def __init__(self, spec: RolloutRequest, info: RunnerInfo, seed: int, make_matcher: StopMatcherFactory | None) -> None:
@@ -85,11 +83,9 @@ class Request:
         self.banned_ids = tuple(sorted(self.stop_ids)) if params.min_tokens else ()
         self.logit_bias = tuple(params.logit_bias.items())
         self.banned_until = len(self.prompt) + params.min_tokens if params.min_tokens else 0
-        self.wants_temperature = "temperature_logprobs" in spec.include
-        self.wants_model = "model_logprobs" in spec.include
-        self.wants_entropy = "entropy" in spec.include
-        self.wants_top = params.top_logprobs > 0
-        self.wants_columns = self.wants_temperature or self.wants_model or self.wants_entropy or self.wants_top
+        self.columns = columns_for(spec.include, params)
+        """names of the value columns of its samples"""
+        self.more_columns = frozenset(self.columns[1:])
         self.prompt_logprobs: list[float | None] | None = None
         if "prompt_logprobs" in spec.include:
             self.prompt_logprobs = [] if spec.prompt_logprobs_start else [None]
@@ -160,36 +156,6 @@ class Request:
         return seq
 
 
-class Columns:
-    """Values per output token, parallel lists; and which weight version made which tokens."""
-
-    __slots__ = ("entropy", "logprobs", "model", "spans", "temperature", "top_ids", "top_logprobs", "version")
-
-    def __init__(self) -> None:
-        self.logprobs: list[float] = []
-        self.temperature: list[float] = []
-        self.model: list[float] = []
-        self.entropy: list[float] = []
-        self.top_ids: list[list[int]] = []
-        self.top_logprobs: list[list[float]] = []
-        self.spans: list[tuple[int, int, bool]] = []
-        """(version, first output token, made on a KV cache of mixed versions)"""
-        self.version = -1
-        """that of the last span; -1 makes the next token open one"""
-
-    def copy(self) -> Columns:
-        new = Columns()
-        new.logprobs = self.logprobs.copy()
-        new.temperature = self.temperature.copy()
-        new.model = self.model.copy()
-        new.entropy = self.entropy.copy()
-        new.top_ids = self.top_ids.copy()
-        new.top_logprobs = self.top_logprobs.copy()
-        new.spans = self.spans.copy()
-        new.version = self.version
-        return new
-
-
 class Sequence:
     """One sample. `tokens` are prompt, given and sampled ids; the KV of the first `num_computed` of them is in `blocks`."""
 
@@ -255,17 +221,8 @@ class Sequence:
 
     def trim(self) -> None:
         """Cut the columns to the tokens that have all their values: what a fault amid a token's leaves."""
-        columns, request = self.columns, self.request
-        lists: list[list[Any]] = [columns.logprobs]
-        if request.wants_temperature:
-            lists.append(columns.temperature)
-        if request.wants_model:
-            lists.append(columns.model)
-        if request.wants_entropy:
-            lists.append(columns.entropy)
-        if request.wants_top:
-            lists += columns.top_ids, columns.top_logprobs
-        whole = min(max(0, len(self.tokens) - len(request.prompt)), *map(len, lists))
+        lists: list[list[Any]] = [getattr(self.columns, name) for name in self.request.columns]
+        whole = min(max(0, len(self.tokens) - len(self.request.prompt)), *map(len, lists))
         for column in lists:
             del column[whole:]
 
@@ -291,8 +248,8 @@ class Sequence:
             top_p=params.top_p,
             top_k=params.top_k,
             min_p=params.min_p,
-            want_model_logprobs=request.wants_model or request.prompt_logprobs is not None,
-            want_entropy=request.wants_entropy,
+            want_model_logprobs="model_logprobs" in request.columns or request.prompt_logprobs is not None,
+            want_entropy="entropy" in request.columns,
             banned_ids=request.banned_ids,
             banned_until=request.banned_until,
             prompt_tokens=len(request.prompt),

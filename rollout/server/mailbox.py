@@ -9,11 +9,8 @@ import asyncio
 from typing import Any
 
 from ..errors import EngineDead, RollsyncError
-from ..wire import COLUMNS, slice_array
+from ..wire import TOKEN_COLUMNS, slice_array
 from .engine_client import Output
-
-TOKEN_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_logprobs")
-"""columns with one row per output token"""
 
 
 def join_spans(spans: list[dict[str, int]], more: list[dict[str, int]], shift: int) -> None:

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from ..engine.columns import columns_for, empty_output
+from ..engine.process import output_to_wire
 from ..engine.types import RolloutRequest
 from ..errors import BadRequest, EngineDead, IllegalState, RollsyncError, UnknownRequest
-from ..wire import COLUMNS, pack_array, unpack_array
+from ..wire import COLUMNS, unpack_array
 from .checks import check_vocabulary
 from .engine_client import Output
-from .mailbox import TOKEN_COLUMNS, Mailbox, output_from
+from .mailbox import Mailbox, output_from
 from .protocol import Naming, PromptSpec, RolloutCall
 from .sample_text import SampleText
 
@@ -34,7 +36,7 @@ LEAVING_S = 1.0
 """how long a reader that has all may take to leave, before another is refused"""
 YIELD_TOKENS = 1 << 14
 """after submitting prompts of so many tokens in all, others get a turn"""
-OPTIONAL_COLUMNS = ("temperature_logprobs", "model_logprobs", "entropy", "top_token_ids", "top_logprobs", "prompt_logprobs")
+OPTIONAL_COLUMNS = tuple(name for name in COLUMNS if name not in ("token_ids", "logprobs"))
 
 
 def sample_to_reply(output: Output) -> dict[str, Any]:
@@ -55,10 +57,8 @@ def delta_to_reply(output: Output) -> dict[str, Any]:
 
 def _aborted_output(request: RolloutRequest, index: int, reason: str) -> Output:
     """What a sample says that was aborted before the engine saw it."""
-    names = ("token_ids", "logprobs", *(name for name in request.include if name in TOKEN_COLUMNS))
-    empty = {name: pack_array(COLUMNS[name], []) for name in names}
-    ends = {"finish_reason": "abort", "abort_reason": reason, "weight_versions": [], "seed": request.params.seed or 0, "cached_tokens": 0}
-    return {"request_id": request.request_id, "sample_index": index, **empty, **ends}
+    columns, seed = columns_for(request.include, request.params), request.params.seed or 0
+    return output_to_wire(empty_output(request.request_id, index, columns, seed=seed, finish_reason="abort", abort_reason=reason))
 
 
 def name_prompt(error: RollsyncError, i: int, naming: Naming) -> RollsyncError:

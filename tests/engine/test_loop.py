@@ -15,7 +15,8 @@ from rollsync import Engine, SampleOutput, SamplingParams
 from rollsync.rollout.engine import process
 from rollsync.rollout.engine.loop import EngineLoop
 from rollsync.rollout.errors import RollsyncError
-from rollsync.rollout.wire import slice_array, unpack_array
+from rollsync.rollout.server.ticket import _aborted_output as aborted_output
+from rollsync.rollout.wire import COLUMNS, TABLES, slice_array, unpack_array
 
 LONG: dict[str, Any] = {"ignore_eos": True, "seed": 1}
 
@@ -151,6 +152,20 @@ def test_the_process_passes_over_messages_and_columns_it_cannot_read_or_pack(mon
         serving.join(10)
         outbox.close()
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("include", [(), ("entropy",), ("model_logprobs", "temperature_logprobs", "prompt_logprobs")])
+def test_an_output_without_tokens_has_the_columns_asked_for_whoever_makes_it(include: tuple[str, ...], top: int) -> None:
+    made = request("x", [5, 6], include, top_logprobs=top, first_sample=3, **LONG)
+    engine, _ = make()
+    engine.add_request(made)
+    by_engine = process.output_to_wire(engine.abort("x", reason="early")[0])
+    assert aborted_output(made, 3, "early") == by_engine
+    (refused,) = engine.generate([[]], made.params, include=include, on_error="return")[0].samples
+    columns = [name for name in COLUMNS if name in by_engine]
+    assert [name for name in COLUMNS if name in process.output_to_wire(refused)] == columns
+    assert set(columns) == {"token_ids", "logprobs", *include, *(TABLES if top else ())} - {"prompt_logprobs"}
 
 
 def test_generate_after_a_fault_is_whole() -> None:
