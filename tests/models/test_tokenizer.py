@@ -324,9 +324,10 @@ def test_templates_run_in_a_sandbox(tokenizer: Tokenizer, source: str) -> None:
         tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template=source)
 
 
-def test_smollm2_equals_transformers(smollm: Path) -> None:
+def test_smollm2_equals_transformers(smollm: Path, smollm_reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: smollm_reader)
     ours, theirs = Tokenizer.from_model(smollm), AutoTokenizer.from_pretrained(smollm.parent, gguf_file=smollm.name)
     assert (ours.vocab_size, ours.eos_token_ids) == (49152, (2,))
     for text in TEXTS:

@@ -161,9 +161,17 @@ def fake_engine() -> Callable[[], Any]:
     return lambda: module.FakeEngine(EngineConfig(model="fake"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
+    """For tests that leave it as it was."""
     with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def short(tokenizer_folder: Path) -> Iterator[Server]:
+    """One that never waits and has a tokenizer, for tests that leave it as it was."""
+    with serving("--tokenizer", str(tokenizer_folder), model="fake-short") as found:
         yield found
 
 

@@ -140,12 +140,6 @@ def bodies(rng: random.Random) -> Iterator[bytes]:
         yield packed if rng.random() < 0.7 else damage(packed, rng)
 
 
-@pytest.fixture(scope="module")
-def short(serving: Any, tokenizer_folder: Path) -> Iterator[Any]:
-    with serving("--tokenizer", str(tokenizer_folder), model="fake-short") as server:
-        yield server
-
-
 def peak_bytes(pid: int) -> int:
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
