@@ -7,12 +7,18 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """" (did you mean X?)" for a name that is close to a known one, else nothing."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def is_message(value: Any) -> bool:
+    """Whether a prompt is one message of a chat, which was meant to be a list of them."""
+    return isinstance(value, dict) and "role" in value and not value.keys() & {"token_ids", "text", "messages"}
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -10,13 +10,14 @@ from urllib.parse import quote
 
 import msgpack  # type: ignore[import-untyped]
 
-from .engine.params import SamplingParams
-from .errors import BadRequest, RollsyncError, ServerUnreachable
+from .engine.params import SAMPLING_NAMES, SamplingParams
+from .errors import BadRequest, RollsyncError, ServerUnreachable, show
+from .fields import is_message
 from .wire import error_from_wire, is_array, pack_array, unpack_array
 
 T = TypeVar("T")
-Prompt = str | Sequence[int] | dict[str, Any]
-"""text, token ids, or a whole prompt object of `POST /v1/rollouts` ({"messages": …}, {"token_ids": …, "seed": …})"""
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
+"""text, token ids, a chat as a list of messages, or a whole prompt object of `POST /v1/rollouts` ({"messages": …, "seed": …})"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,7 @@ def abort_call(which: dict[str, Any]) -> Call[dict[str, Any]]:
 
 
 def rollouts_call(prompts: Any, n: int | None, params: Any, include: Sequence[str], options: dict[str, Any]) -> Call[RolloutResult]:
-    body = rollouts_body(prompts, n, params, {"include": list(include), **options})
+    body = rollouts_body(prompts, n, params, {"include": include, **options})
     if body.get("stream"):
         raise BadRequest("stream belongs to the method stream()", field="stream")
     return Call("POST", "/v1/rollouts", body, parse_result)
@@ -157,7 +158,7 @@ def rollouts_call(prompts: Any, n: int | None, params: Any, include: Sequence[st
 def stream_call(
     prompts: Any, n: int | None, params: Any, include: Sequence[str], tokens: bool, options: dict[str, Any]
 ) -> Call[None]:
-    body = rollouts_body(prompts, n, params, {"include": list(include), **options, "stream": "tokens" if tokens else "samples"})
+    body = rollouts_body(prompts, n, params, {"include": include, **options, "stream": "tokens" if tokens else "samples"})
     return Call("POST", "/v1/rollouts", body, lambda _: None)
 
 
@@ -219,9 +220,11 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
         return {"text": prompt}
     if isinstance(prompt, dict):
         return prompt
-    if not isinstance(prompt, Iterable):
-        raise BadRequest(f"prompts must be texts, lists of token ids or dicts, got {prompt!r}", field="prompts")
-    ids = list(prompt)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise BadRequest(f"a prompt must be a text, a list of token ids, a chat (a list of messages) or a dict, got {show(prompt)}")
+    ids: list[Any] = list(prompt)
+    if ids and all(isinstance(item, dict) for item in ids):
+        return {"messages": ids}
     fits = all(type(i) is int and -(1 << 31) <= i < 1 << 31 for i in ids)
     return {"token_ids": pack_array("<i4", ids) if fits else ids}
 
@@ -232,14 +235,19 @@ def rollouts_body(
     """The body of `POST /v1/rollouts`. `n` wins over `sampling_params.n`."""
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
         raise BadRequest(f"prompts must be a list of prompts, got {type(prompts).__name__}: put a single one into a list", field="prompts")
+    prompts = list(prompts)
+    if any(map(is_message, prompts)):
+        raise BadRequest("prompts must be a list of prompts, got the messages of one chat: put the chat into a list", field="prompts")
     if isinstance(options.get("include"), str):
         raise BadRequest(f"include must be a list of names, got {options['include']!r}", field="include")
+    if misplaced := [name for name in options if name in SAMPLING_NAMES]:
+        raise BadRequest(f"{misplaced[0]} is not an argument: give {misplaced[0]} in sampling_params", field=misplaced[0])
     params = sampling_params.to_wire() if isinstance(sampling_params, SamplingParams) else dict(sampling_params or {})
     if isinstance(params.get("logit_bias"), Mapping):  # msgpack bodies, like JSON, have keys of text
         params["logit_bias"] = {str(token): bias for token, bias in params["logit_bias"].items()}
     own_n = params.pop("n", 1)
     body = {"prompts": [_prompt(p) for p in prompts], "n": own_n if n is None else n, "sampling_params": params}
-    return {**body, **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items() if v is not None}}
+    return {**body, **{k: list(v) if k == "include" or isinstance(v, tuple) else v for k, v in options.items() if v is not None}}
 
 
 class Frames:

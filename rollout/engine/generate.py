@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import signal
 import sys
@@ -10,16 +11,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import BadRequest, IllegalState, RollsyncError, describe
-from ..fields import did_you_mean
+from ..errors import BadRequest, IllegalState, RollsyncError, describe, show
+from ..fields import did_you_mean, is_message
 from ..models.detokenizer import end_at_stop
 from .columns import columns_for, empty_output
-from .params import SamplingParams
+from .params import SAMPLING_NAMES, SamplingParams
 from .score import score_request
 from .types import RolloutRequest, SampleOutput
 
@@ -31,28 +32,57 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
 """text, token ids, chat messages, or a prompt object as in `POST /v1/rollouts`: {"token_ids" | "text" | "messages": …} with
-forced_token_ids, continue_from, first_sample or prompt_logprobs_start"""
+seed, max_tokens (which override those of params), forced_token_ids, continue_from, first_sample, prompt_logprobs_start or, for messages,
+chat_template_kwargs"""
 
+_KINDS = {"token_ids": "a list of token ids", "text": "a string", "messages": "a list of messages"}
+_OWN_PARAMS = ("seed", "max_tokens")
 _OWN_FIELDS = ("forced_token_ids", "continue_from", "first_sample", "prompt_logprobs_start")
+_OWN = (*_OWN_PARAMS, *_OWN_FIELDS, "chat_template_kwargs")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class RolloutOutput:
-    """The samples of one prompt."""
+    """The samples of one prompt. Plain data, fit for pickle, copies and `dataclasses.asdict`."""
 
     prompt_token_ids: list[int]
     samples: list[SampleOutput]
     """in sample order"""
-    tokenizer_source: Engine | Tokenizer | None = field(default=None, repr=False, compare=False)
-    """the engine (or tokenizer) that `texts` decodes with"""
+    tokenizer_source: InitVar[Engine | Tokenizer | None] = None
+    """the engine (or tokenizer) that `texts` decodes with; it stays in this process"""
     include_stop_str: bool = field(default=False, repr=False)
     """whether `texts` keep the stop string that ended a sample"""
 
+    def __post_init__(self, tokenizer_source: Any) -> None:
+        self._source = tokenizer_source
+        self._texts: list[str] | None = None
+
     @property
     def texts(self) -> list[str]:
-        """The samples as text, decoded now."""
-        tokenizer: Any = getattr(self.tokenizer_source, "tokenizer", self.tokenizer_source)
-        return [self._text(tokenizer, sample.token_ids, sample.stop_reason) for sample in self.samples]
+        """The samples as text, decoded now; in a pickled copy, those that were read before it was made.
+
+        Raises:
+            IllegalState: a pickled copy of an output whose texts were not read.
+        """
+        if self._source is not None:
+            tokenizer: Any = getattr(self._source, "tokenizer", self._source)
+            self._texts = [self._text(tokenizer, sample.token_ids, sample.stop_reason) for sample in self.samples]
+        if self._texts is None:
+            raise IllegalState("this output has no tokenizer: read `texts` before it is pickled, or decode the token ids")
+        return self._texts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_source": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RolloutOutput:
+        copied = object.__new__(type(self))
+        copied.__dict__ = {**copy.deepcopy(self.__getstate__(), memo), "_source": self._source}
+        return copied
+
+    def __copy__(self) -> RolloutOutput:
+        copied = object.__new__(type(self))
+        copied.__dict__ = dict(self.__dict__)
+        return copied
 
     def _text(self, tokenizer: Any, ids: list[int], stop: int | str | None) -> str:
         text: str = tokenizer.decode(ids)
@@ -103,30 +133,42 @@ class _Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
 
-def _prompt_ids(engine: Engine, prompt: Prompt) -> tuple[int, ...]:
+def _prompt_ids(engine: Engine, prompt: Prompt, variables: dict[str, Any]) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return tuple(engine.tokenizer.encode(prompt))
-    if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+        ids: list[Any] = engine.tokenizer.encode(prompt)
+    elif isinstance(prompt, bytes | dict) or not hasattr(prompt, "__iter__"):
         raise BadRequest(f"must be a text, a list of token ids or a list of chat messages, got {type(prompt).__name__}")
-    items: list[Any] = list(prompt)
-    if items and all(isinstance(item, dict) for item in items):
-        return tuple(engine.tokenizer.apply_chat_template(items))
-    return tuple(items)
+    else:
+        ids = list(prompt)
+        if ids and all(isinstance(item, dict) for item in ids):
+            ids = engine.tokenizer.apply_chat_template(ids, **variables)
+    if not ids:
+        raise BadRequest("must hold at least one token, got none")
+    return tuple(ids)
 
 
-def _split(prompt: Prompt) -> tuple[Prompt, dict[str, Any]]:
-    """A prompt object as what to sample from and its own request fields."""
+def _split(engine: Engine, prompt: Prompt, params: SamplingParams) -> tuple[tuple[int, ...], SamplingParams, dict[str, Any]]:
+    """A prompt as ids, its parameters and its own request fields. In a prompt object null is as if left out."""
     if not isinstance(prompt, dict):
-        return prompt, {}
-    kinds = [kind for kind in ("token_ids", "text", "messages") if kind in prompt]
-    unknown = [name for name in prompt if name not in kinds and name not in _OWN_FIELDS]
+        return _prompt_ids(engine, prompt, {}), params, {}
+    given = {name: value for name, value in prompt.items() if value is not None}
+    kinds = [kind for kind in _KINDS if kind in given]
+    unknown = [name for name in prompt if name not in _KINDS and name not in _OWN]
     if len(kinds) != 1 or unknown:
-        hint = did_you_mean(str(unknown[0]), ("token_ids", "text", "messages", *_OWN_FIELDS)) if unknown else ""
+        hint = did_you_mean(str(unknown[0]), (*_KINDS, *_OWN)) if unknown else ""
+        hint = f": give {unknown[0]} in params" if unknown and unknown[0] in SAMPLING_NAMES else hint
         raise BadRequest(
-            f"must hold one of token_ids, text and messages, and of others only {', '.join(_OWN_FIELDS)}; "
-            f"got {', '.join(map(str, prompt))}{hint}"
+            f"must hold one of {', '.join(_KINDS)}, and of others only {', '.join(_OWN)}; got {', '.join(map(str, prompt))}{hint}"
         )
-    return prompt[kinds[0]], {name: prompt[name] for name in _OWN_FIELDS if name in prompt}
+    variables = given.get("chat_template_kwargs", {})
+    if variables and (kinds != ["messages"] or not isinstance(variables, dict)):
+        raise BadRequest("chat_template_kwargs must be a dict of variables, and needs messages")
+    content = given[kinds[0]]
+    if (kinds[0] == "text") != isinstance(content, str):
+        raise BadRequest(f"{kinds[0]} must be {_KINDS[kinds[0]]}, got {show(content)}")
+    own = {name: given[name] for name in _OWN_PARAMS if name in given}
+    fields = {name: given[name] for name in _OWN_FIELDS if name in given}
+    return _prompt_ids(engine, content, variables), replace(params, **own) if own else params, fields
 
 
 def _params(value: Any) -> SamplingParams:
@@ -140,7 +182,10 @@ def _params(value: Any) -> SamplingParams:
 def _list(name: str, values: Any, of: str) -> list[Any]:
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise BadRequest(f"{name} must be a list of {of}, got {type(values).__name__}: put a single one into a list", field=name)
-    return list(values)
+    items = list(values)
+    if any(map(is_message, items)):
+        raise BadRequest(f"{name} must be a list of {of}, got the messages of one chat: put the chat into a list", field=name)
+    return items
 
 
 def _each(
@@ -157,6 +202,11 @@ def _each(
     return each
 
 
+def _as_sent(words: str) -> str:
+    """An error's words with the names that a caller of `generate` gives, not those of RolloutRequest."""
+    return words.removeprefix("prompt_") if words.startswith("prompt_token_ids") else words
+
+
 def _make(
     name: str, n: int, columns: tuple[str, ...], on_error: str, make: Callable[[], RolloutRequest]
 ) -> RolloutRequest | list[SampleOutput]:
@@ -167,10 +217,10 @@ def _make(
         return make()
     except Exception as error:
         if on_error == "return":
-            words = str(error) if isinstance(error, RollsyncError) else describe(error)
+            words = _as_sent(str(error)) if isinstance(error, RollsyncError) else describe(error)
             return [empty_output(name, i, columns, finish_reason="error", error=words) for i in range(n)]
         if isinstance(error, BadRequest):
-            raise type(error)(f"{name}: {error}", field=name) from error
+            raise type(error)(f"{name}: {_as_sent(str(error))}", field=name) from error
         raise
 
 
@@ -182,8 +232,7 @@ def _requests(
     counted: dict[tuple[tuple[int, ...], int | None], int] = {}
 
     def make(i: int, prompt: Prompt, own: SamplingParams) -> RolloutRequest:
-        content, fields = _split(prompt)
-        ids = _prompt_ids(engine, content)
+        ids, own, fields = _split(engine, prompt, own)
         first = fields.pop("first_sample", None)
         if first is None and own.seed is None:
             first = 0
@@ -284,12 +333,12 @@ def score(
         )
 
     def make(i: int, prompt: Prompt, continuation: Any, own: SamplingParams) -> RolloutRequest:
-        content, fields = _split(prompt)
+        ids, own, fields = _split(engine, prompt, own)
         if given := fields.keys() & {"forced_token_ids", "continue_from"}:
             raise BadRequest(f"a prompt to score under takes no {given.pop()}: the continuation says what is scored")
         if isinstance(continuation, str | bytes | dict) or not hasattr(continuation, "__iter__"):
             raise BadRequest(f"its continuation must be a list of token ids, got {type(continuation).__name__}")
-        request = score_request(f"{id_prefix}-{i}", _prompt_ids(engine, content), continuation, own, include=include, **fields)
+        request = score_request(f"{id_prefix}-{i}", ids, continuation, own, include=include, **fields)
         engine.check_request(request)
         return request
 

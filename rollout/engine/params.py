@@ -219,11 +219,31 @@ class SamplingParams:
         return wire
 
     @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> SamplingParams:
-        """Validate a dict of fields. An unknown key is a BadRequest that lists the known ones."""
-        known = {f.name for f in fields(cls)}
+    def from_wire(cls, wire: dict[str, Any], unlisted: tuple[str, ...] = ()) -> SamplingParams:
+        """Validate a dict of fields. An unknown key is a BadRequest that lists the known ones (but for those `unlisted`)."""
+        known = SAMPLING_NAMES.difference(unlisted)
         for key in wire:
-            if key not in known:
-                hint = did_you_mean(str(key), known)
+            if key not in SAMPLING_NAMES:
+                hint = f": {ELSEWHERE[key]}" if key in ELSEWHERE else did_you_mean(str(key), known)
                 raise BadRequest(f"sampling_params.{key} is not a known field{hint} (known: {', '.join(sorted(known))})", field=str(key))
         return cls(**wire)
+
+
+SAMPLING_NAMES = frozenset(f.name for f in fields(SamplingParams))
+ELSEWHERE = {
+    "logprobs": "logprobs always come; top_logprobs is for alternatives",
+    "prompt_logprobs": 'name "prompt_logprobs" in include',
+    "max_new_tokens": "here it is max_tokens",
+    "max_completion_tokens": "here it is max_tokens",
+    "num_return_sequences": "here it is n",
+    "best_of": "sample n and choose among them",
+    "do_sample": "temperature 0 is greedy",
+    "eos_token_id": "here it is stop_token_ids",
+    "bad_words": "words cannot be banned; logit_bias takes ids",
+    "truncate_prompt_tokens": "a prompt is never cut, one that is too long is refused",
+    "detokenize": 'text comes only if include names "text"',
+    "skip_special_tokens": "it belongs beside sampling_params, in the call",
+    "structured_outputs": "output is not constrained",
+    "guided_decoding": "output is not constrained",
+}
+"""what to do instead of what other engines' parameters are called"""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadRequest, ConfigError
+from ..errors import BadRequest, ConfigError, show
 
 if TYPE_CHECKING:
     import jinja2
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_CONTENTS = {"content", "tool_calls", "function_call", "refusal", "audio", *_REASONING_KEYS}
+"""one of them at least is in a message"""
+_KEYS = frozenset(_CONTENTS | {"role", "name", "tool_call_id"})
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -106,7 +110,7 @@ def render(
 
     if continue_final_message and add_generation_prompt:
         raise BadRequest("give add_generation_prompt or continue_final_message, not both", field="continue_final_message")
-    chat = [_checked(message) for message in messages]
+    chat = [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not chat:
         raise BadRequest("messages must hold at least one message, got none", field="messages")
     if continue_final_message:
@@ -118,10 +122,20 @@ def render(
     return _cut_at_tag(text) if continue_final_message else text
 
 
-def _checked(message: Any) -> dict[str, Any]:
+def _checked(message: Any, path: str) -> dict[str, Any]:
+    """A message without its null keys. Keys of the template's own pass; one that misspells an absent key of OpenAI's does not."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRequest(f'each message must be an object with a string "role", got {message!r:.200}', field="messages")
+        raise BadRequest(f'{path} must be an object with a string "role", got {show(message)}', field=path)
     kept = {key: value for key, value in message.items() if value is not None}
+    for key in kept:
+        meant = [] if key in _KEYS else difflib.get_close_matches(str(key), _KEYS.difference(message), 1, cutoff=0.8)
+        if meant:
+            raise BadRequest(f"{path}.{key} is not a known key (did you mean {meant[0]}?)", field=f"{path}.{key}")
+    if not kept.keys() & _CONTENTS:
+        raise BadRequest(f"{path}.content is missing: give a string, a list of parts, or tool_calls", field=f"{path}.content")
+    content = kept.get("content", "")
+    if not isinstance(content, str) and not (isinstance(content, list | tuple) and all(isinstance(part, dict | str) for part in content)):
+        raise BadRequest(f"{path}.content must be a string or a list of parts, got {show(content)}", field=f"{path}.content")
     reasoning = next((kept[key] for key in _REASONING_KEYS if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 

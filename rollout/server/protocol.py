@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.params import MAX_SAMPLES, SAMPLING_BOUNDS, U64, SamplingParams
+from ..engine.params import MAX_SAMPLES, SAMPLING_BOUNDS, SAMPLING_NAMES, U64, SamplingParams
 from ..errors import BadRequest
+from ..fields import is_message
 from .checks import (
     Field,
     Schema,
@@ -168,7 +169,7 @@ def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
         if wire.get(name) is not None:
             wire = {**wire, name: look(f"{path}.{name}", wire[name])}
     try:
-        return SamplingParams.from_wire({k: v for k, v in wire.items() if v is not None})
+        return SamplingParams.from_wire({k: v for k, v in wire.items() if v is not None}, unlisted=("n",))
     except BadRequest as error:
         name = (error.field or "").split("[")[0]
         message = str(error) if str(error).startswith(path) else f"{path}.{error}"
@@ -186,6 +187,17 @@ def check_kind(got: dict[str, Any], path: str, names: tuple[str, ...] = ("token_
         raise BadRequest(f"{name} needs messages", field=name)
 
 
+def _refuse_misplaced(value: Any, table: tuple[Field, ...], path: str) -> None:
+    """BadRequest for a sampling parameter that stands beside sampling_params."""
+    if isinstance(value, dict):
+        misplaced = SAMPLING_NAMES.difference(f.name for f in table)
+        for name in value:
+            if name in misplaced:
+                where = f"{path}.{name}".lstrip(".")
+                place = "beside prompts" if name == "n" else "in sampling_params"
+                raise BadRequest(f"{where} is not a known field: give {name} {place}", field=where)
+
+
 def _how_to_write(value: Any) -> str:
     return ' ({"text": "..."})' if isinstance(value, str) else ' ({"token_ids": [...]})' if isinstance(value, list) else ""
 
@@ -193,6 +205,9 @@ def _how_to_write(value: Any) -> str:
 def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int) -> PromptSpec:
     if not isinstance(value, dict):
         raise fail(path, f"an object{_how_to_write(value)}", value)
+    if is_message(value):
+        raise BadRequest(f'{path} is one message of a chat: a prompt is the whole chat, {{"messages": [...]}}', field=path)
+    _refuse_misplaced(value, PROMPT_FIELDS, path)
     got = read(value, PROMPT_FIELDS, path)
     check_kind(got, path)
     if "continue_from" in got and n != 1:
@@ -215,6 +230,7 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int)
 
 def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     """Check a decoded body of `POST /v1/rollouts`. BadRequest names the first field that is wrong."""
+    _refuse_misplaced(body, ENVELOPE_FIELDS, "")
     got = read(body, ENVELOPE_FIELDS, "")
     if len(got["prompts"]) > max_prompts:
         raise BadRequest(f"prompts must hold at most {max_prompts} prompts, got {len(got['prompts'])}", field="prompts")

@@ -1,6 +1,10 @@
 """The engine as a caller meets it: generate, add/step/abort, limits, stop rules, broken numbers. No model needed."""
 
+import copy
+import dataclasses
+import pickle
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -96,6 +100,45 @@ def test_progress_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> N
     engine.generate([[1], [2]], SamplingParams(max_tokens=3, ignore_eos=True), progress=True)
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and "2/2 samples, 6 tokens" in captured.err
+
+
+def test_outputs_travel_as_plain_data() -> None:
+    engine, _ = make()
+    read, unread = engine.generate([[1, 2], [3]], SamplingParams(n=2, seed=3, max_tokens=4))
+    engine.tokenizer.cannot_travel = threading.Lock()  # type: ignore[attr-defined]
+    texts = read.texts
+    assert pickle.loads(pickle.dumps(read)).texts == texts == copy.deepcopy(read).texts == copy.copy(read).texts
+    assert pickle.loads(pickle.dumps(read)) == read == copy.deepcopy(read)
+    assert dataclasses.asdict(unread)["samples"][0]["token_ids"] == unread.samples[0].token_ids
+    with pytest.raises(IllegalState, match="before it is pickled"):
+        _ = pickle.loads(pickle.dumps(unread)).texts
+
+
+def test_prompt_objects_have_parameters_of_their_own() -> None:
+    engine, _ = make()
+    params = SamplingParams(seed=9, **LONG)
+    own, bare = engine.generate([{"token_ids": [1, 2], "seed": 4, "max_tokens": 3, "first_sample": None}, [1, 2]], params)
+    (alone,) = engine.generate([[1, 2]], SamplingParams(seed=4, max_tokens=3, ignore_eos=True))
+    assert own.samples[0].token_ids == alone.samples[0].token_ids
+    assert (own.samples[0].seed, bare.samples[0].seed, len(bare.samples[0].token_ids)) == (4, 9, 40)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([""], "prompts[0]: must hold at least one token, got none"),
+        ([[1, -1]], "prompts[0]: token_ids[1] must be"),
+        ([{"token_ids": [1], "seed": -1}], "prompts[0]: seed must be"),
+        ([{"token_ids": [1], "temperature": 1}], "give temperature in params"),
+        ([{"token_ids": "ab"}], "token_ids must be a list of token ids"),
+        ([{"role": "user", "content": "a"}], "put the chat into a list"),
+    ],
+)
+def test_refusals_speak_of_what_was_given(prompts: Any, words: str) -> None:
+    engine, _ = make()
+    with pytest.raises(BadRequest) as error:
+        engine.generate(prompts)
+    assert words in str(error.value)
 
 
 # Seeds

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from rollsync.rollout.errors import BadRequest, ConfigError, UnsupportedModel
+from rollsync.rollout.models.chat_template import compile_template, render
 from rollsync.rollout.models.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the `gguf` distribution writes the test files")
@@ -307,7 +308,7 @@ def test_bad_chats_are_the_callers_mistake(tokenizer: Tokenizer, tmp_path: Path)
     ):
         with pytest.raises(BadRequest, match=message) as error:
             ours.render_chat(chat)  # type: ignore[arg-type]
-        assert error.value.field == "messages"
+        assert str(error.value.field).startswith("messages")
     bare = Tokenizer(tokenizer.backend)
     assert not bare.has_chat_template
     with pytest.raises(BadRequest, match="has no chat template"):
@@ -336,3 +337,30 @@ def test_smollm2_equals_transformers(smollm: Path, smollm_reader: Any, monkeypat
     assert [ours.decode([i]) for i in ours.encode("1  2345 a")] == ["1", "  ", "2", "3", "4", "5", " a"]
     chat = [{"role": "user", "content": "hi"}]
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"role": "user", "contents": "x"}, "contents"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user", "content": 7}, "content"),
+        ({"role": "user", "content": "x", "tool_call": []}, "tool_call"),
+        ({"role": "anything", "content": "x", "context": 1}, None),
+        ({"role": "assistant", "content": None, "tool_calls": [], "reasoning_content": "y"}, None),
+    ],
+)
+def test_a_message_has_content_and_no_misspelt_key(message: dict[str, Any], where: str | None) -> None:
+    template = compile_template("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
+
+    def shown() -> str:
+        chat = [{"role": "user", "content": "a"}, message]
+        return render(template, chat, add_generation_prompt=False, continue_final_message=False, variables={})
+
+    if where is None:
+        assert message["role"] in shown()
+    else:
+        with pytest.raises(BadRequest) as error:
+            shown()
+        assert error.value.field == f"messages[1].{where}" and str(error.value).startswith(f"messages[1].{where}")

@@ -100,8 +100,11 @@ def test_text_and_chats(real: Any, in_process: Engine) -> None:
     tokenizer = in_process.tokenizer
     chat = {"messages": [{"role": "user", "content": "hello"}]}
     with RolloutClient(real.url) as client:
-        result = client.rollouts(["hello world", chat, {"messages": [{"role": "user"}]}], sampling_params=PARAMS, include=["text"])
-    assert [r.prompt_token_ids for r in result.results[:2]] == [tokenizer.encode("hello world"), tokenizer.encode("user:hello;a:")]
+        prompts = ["hello world", chat, chat["messages"], {"messages": [{"role": "user", "contents": "a"}]}]
+        result = client.rollouts(prompts, sampling_params=PARAMS, include=["text"])
+    rendered = tokenizer.encode("user:hello;a:")
+    assert [r.prompt_token_ids for r in result.results[:3]] == [tokenizer.encode("hello world"), rendered, rendered]
+    assert getattr(result.results[3].error, "field", None) == "prompts[3].messages[0].contents"
     for sample in result.results[0].samples:
         assert sample.text == tokenizer.decode(sample.token_ids)
     assert [s.token_ids for s in result.results[0].samples] == [o.token_ids for o in run(in_process, tokenizer.encode("hello world"))]
@@ -181,7 +184,7 @@ def test_given_continuations_get_the_bits_of_sampling(real: Any, binary: bool) -
         {"prompt": {"token_ids": [320]}, "continuation": {"token_ids": [1]}},
         {"prompt": {"token_ids": [1]}, "continuation": {"token_ids": [1, 999]}},
         {"prompt": {"token_ids": []}, "continuation": {"text": "a"}},
-        {"prompt": {"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": 1}}, "continuation": {"text": "a"}},
+        {"prompt": {"messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {"messages": 1}}, "continuation": {"text": "a"}},
         {"prompt": {"token_ids": [1] * 100}, "continuation": {"token_ids": [2] * 100}},
     ]
     headers = {"Accept": "application/msgpack" if binary else "application/json"}
@@ -228,14 +231,14 @@ def test_text_to_ids_and_back(real: Any, in_process: Engine) -> None:
 def test_both_clients_score_and_turn_text_to_ids(real: Any) -> None:
     chat = [{"role": "user", "content": "hello"}]
     with RolloutClient(real.url) as client:
-        good, bad = client.score([("hello", [7, 8]), ([320], "a")], temperature=2.0)
+        good, bad, chatted = client.score([("hello", [7, 8]), ([320], "a"), (chat, [7])], temperature=2.0)
         assert (good.token_ids, len(good.model_logprobs), good.error) == ([7, 8], 2, None)
         assert good.temperature_logprobs != good.model_logprobs
         assert getattr(bad.error, "field", None) == "items[1].prompt.token_ids[0]"
         ids = client.tokenize(["hello", chat])
         texts = client.detokenize(ids, skip_special_tokens=False)
         (rendered,) = client.render([chat])
-        assert texts == ["hello", rendered.text] and rendered.token_ids == ids[1]
+        assert texts == ["hello", rendered.text] and rendered.token_ids == ids[1] == chatted.prompt_token_ids
         with pytest.raises(BadRequest, match=r"items\[1\]\.token_ids"):
             client.detokenize([[1], [-1]])
 

@@ -108,6 +108,9 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
     (body([1], sampling_params={"allowed_token_ids": []}), "sampling_params.allowed_token_ids"),
     (body([1], sampling_params={"repetition_penalty": 0}), "sampling_params.repetition_penalty"),
     (body([1], sampling_params={"beams": 2}), "sampling_params.beams"),
+    (body([1], temperature=0.5), "temperature"),
+    ({"prompts": [{"token_ids": [1], "n": 2}]}, "prompts[0].n"),
+    ({"prompts": [{"role": "user", "content": "a"}]}, "prompts[0]"),
     (body([1], sampling_params={"seed": 1 << 64}), "sampling_params.seed"),
     ({"prompts": [{"token_ids": [1]}, {"token_ids": [1, 2, "x"]}]}, "prompts[1].token_ids[2]"),
     ({"prompts": [{"token_ids": [1.0]}]}, "prompts[0].token_ids[0]"),
@@ -288,3 +291,23 @@ def test_openapi_lists_the_table(server: Any) -> None:
     schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     assert "deadline_s" in schemas["Rollouts"]["properties"] and "temperature" in schemas["SamplingParams"]["properties"]
     assert schemas["SamplingParams"]["properties"]["top_k"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"prompts": [{"role": "user", "content": "a"}]}, "put the chat into a list"),
+        ({"prompts": [b"ab"]}, "a prompt must be a text"),
+        ({"max_tokens": 5}, "give max_tokens in sampling_params"),
+        ({"include": "text"}, "include must be a list of names, got 'text'"),
+        ({"sampling_params": {"logprobs": 1}}, "logprobs always come; top_logprobs is for alternatives"),
+        ({"sampling_params": {"max_new_tokens": 1}}, "here it is max_tokens"),
+        ({"sampling_params": {"max_token": 1}}, "did you mean max_tokens"),
+        ({"sampling_params": {"beams": 1}}, "min_tokens, presence_penalty"),
+    ],
+)
+def test_misunderstandings_are_told_what_to_do(client: RolloutClient, call: dict[str, Any], words: str) -> None:
+    for sample in (client.rollouts, lambda **kw: list(client.stream(**kw))):
+        with pytest.raises(BadRequest) as error:
+            sample(**{"prompts": [[1]], **call})
+        assert words in str(error.value)
