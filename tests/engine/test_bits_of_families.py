@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from real_engine import changed, make_requests, run
+from real_engine import bits, changed, finals, make_requests, run
+from rollsync import Engine
 from rollsync.kernels.native_lib import available_builds
 from rollsync.rollout.selftest.model import write_model
 
@@ -46,3 +48,50 @@ def test_batches_chunks_pages_and_builds(models: dict[str, str], kind: str, dtyp
         options = OPTIONS[(i + (dtype == "float32")) % len(OPTIONS)]
         got = run(models[kind], REQUESTS, dtype=dtype, kernels=build, **options)
         assert got == want[options.get("head_dtype")], (build, options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_aborted_goes_on_elsewhere_under_penalties_and_windows(models: dict[str, str], kind: str) -> None:
+    """Aborted with more or fewer tokens, some amid prefill, and sent again with what they had, to an engine of other pages and chunks."""
+    torch.set_num_threads(1)
+    changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3, "top_logprobs": 3, "logit_bias": {30: 2.0}}
+    requests = [
+        changed(r, n=1, first_sample=i, max_tokens=24, min_tokens=9, stop_token_ids=(40, 41), **changes)
+        for i, r in enumerate((*REQUESTS, *(changed(r, request_id=f"again{r.request_id}", priority=1) for r in REQUESTS)))
+    ]
+    want = run(models[kind], requests, alone=True, dtype="bfloat16", prefix_cache=False)
+    with Engine(models[kind], dtype="bfloat16", threads=1, block_tokens=32, num_blocks=40, max_batch_tokens=90) as engine:
+        for request in requests:
+            engine.add_request(request)
+        partials = {}
+        for i, request in enumerate(requests):
+            for _ in range(i):
+                for output in engine.step():
+                    partials[output.request_id] = output
+            partials.update((output.request_id, output) for output in engine.abort(request.request_id))
+    counts = [len(partials[r.request_id].token_ids) for r in requests]
+    assert 0 in counts and len(set(counts)) >= 4, counts
+    again = [changed(r, continue_from=tuple(partials[r.request_id].token_ids)) for r in requests]
+    with Engine(models[kind], dtype="bfloat16", threads=1, block_tokens=4, num_blocks=70, max_batch_tokens=31) as engine:
+        assert {key: bits(output) for key, output in finals(engine, again).items()} == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("build", available_builds())
+def test_broken_numbers_stay_with_their_sequence_where_pages_are_shared(tmp_path: Path, build: str, dtype: str) -> None:
+    """What breaks opens like its neighbours, so it computes pages of theirs, leaves some to them, and stands beside them in attention."""
+    family, changes = KINDS["qwen3"]
+    model = write_model(tmp_path / "model", family, nan_token=255, **changes)
+    healthy, opening = [changed(r, n=1 + i % 2) for i, r in enumerate(REQUESTS)], REQUESTS[0].prompt_token_ids
+    broken = [
+        changed(healthy[0], (), request_id=f"bad{i}", n=2, priority=-1, prompt_token_ids=(*opening[:cut], 255, *more))
+        for i, (cut, more) in enumerate(((45, ()), (45, (7,)), (48, (7, 8, 9)), (33, (5,) * 20)))
+    ]
+    for block_tokens in (32, 4):
+        options: dict[str, Any] = {"dtype": dtype, "kernels": build, "block_tokens": block_tokens, "max_batch_tokens": 70}
+        want = run(model, healthy, alone=True, prefix_cache=False, **options)
+        with Engine(model, threads=1, num_blocks=100, **options) as engine:
+            outputs = finals(engine, [*broken[:2], *healthy, *broken[2:]])
+            assert {key: bits(output) for key, output in outputs.items() if key[0][0] == "r"} == want
+            assert {o.finish_reason for key, o in outputs.items() if key[0][0] == "b"} == {"error"}
+            assert engine.stats()["nonfinite"] == 8 and engine.stats()["free_blocks"] == 100
