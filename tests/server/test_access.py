@@ -63,7 +63,7 @@ def test_a_route_must_declare_what_it_needs() -> None:
     """Also one of a later version, in another engine's dialect: there is no default that leaves it open."""
     router = APIRouter()
     router.post("/pause")(lambda: None)
-    with pytest.raises(ValueError, match="'/pause'.* must declare"):
+    with pytest.raises(ValueError, match=r"'/pause'.* must declare"):
         RouteNeeds(router.routes)
     engine = EngineProcess(EngineConfig(model="fake"))
     served = app.create_app(engine, TextService(engine.config), Access(host="127.0.0.1"), "0")
