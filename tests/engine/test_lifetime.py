@@ -114,7 +114,7 @@ def test_a_prompt_without_room_fails_alone_in_a_batch(max_tokens: int | None) ->
                     f"the prompt has {len(ids)} tokens; the context of 64 tokens allows at most {most} "
                     f"(with {'max_tokens 0' if max_tokens == 0 else 'one new token'})"
                 )
-    assert [s.finish_reason for s in outs[4].samples] == ["error"] * 2 and "at least one id" in str(outs[4].samples[0].error)
+    assert [s.finish_reason for s in outs[4].samples] == ["error"] * 2 and "at least one token" in str(outs[4].samples[0].error)
     assert not engine.has_work and engine.stats()["free_blocks"] == 64
 
 
