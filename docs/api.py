@@ -72,7 +72,9 @@ reach the server.
 
 A body holds at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB (`--max-body-bytes`), and may take {BODY_GRACE_S:g} s and one more for every
 {BODY_BYTES_PER_S >> 10} KiB of it. All that are being read hold {BODIES_BYTES >> 30} GiB at most (or four times the limit of one, if
-that is more), or the next is answered 503 with Retry-After. A connection that sends no complete headers for {KEEP_ALIVE_S} s is closed. With as many connections as
+that is more), or the next is answered 503 with Retry-After.
+
+A connection that sends no complete headers for {KEEP_ALIVE_S} s is closed. With as many connections as
 the process has files for (`ulimit -n`), further calls are answered 503 with Retry-After, but for the routes that need no key. A caller
 that hangs up frees its work.
 """
