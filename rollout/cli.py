@@ -13,18 +13,18 @@ EXIT_INTERRUPTED = 130
 _HELP = {"serve": "serve a model over HTTP", "generate": "sample from one prompt, in this process"}
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of EngineConfig and its parts, named after the field, helped by its docstring."""
+def add_config_flags(parser: argparse.ArgumentParser, renamed: dict[str, str] | None = None) -> None:
+    """A flag for every field of EngineConfig and its parts, named after the field (unless `renamed`), helped by its docstring."""
     from .engine.config import EngineConfig
 
     parts = {f.name: f.default_factory for f in dataclasses.fields(EngineConfig) if dataclasses.is_dataclass(f.default_factory)}
-    _add_flags(parser.add_argument_group("model"), EngineConfig, "", skip={"model", *parts})
+    _add_flags(parser.add_argument_group("model"), EngineConfig, "", skip={"model", *parts}, renamed=renamed)
     for name, cls in parts.items():
         assert isinstance(cls, type)
         _add_flags(parser.add_argument_group(name), cls, f"{name}.")
 
 
-def _add_flags(group: Any, cls: type, prefix: str, skip: set[str] | None = None) -> None:
+def _add_flags(group: Any, cls: type, prefix: str, skip: set[str] | None = None, renamed: dict[str, str] | None = None) -> None:
     from .fields import field_docs
 
     docs, hints = field_docs(cls), get_type_hints(cls)
@@ -35,7 +35,7 @@ def _add_flags(group: Any, cls: type, prefix: str, skip: set[str] | None = None)
         text = docs.get(field.name, "").replace("%", "%%")
         if field.default is not None and kinds[0] is not bool:
             text += f" (default: {field.default})"
-        names = ["--" + field.name.replace("_", "-")]
+        names = ["--" + (renamed or {}).get(field.name, field.name).replace("_", "-")]
         if prefix and kinds[0] is not bool:
             names.append("--" + (prefix + field.name).replace("_", "-").replace(".", "-"))
         extra: dict[str, Any] = {"type": kinds[0], "metavar": {int: "N", str: "NAME"}.get(kinds[0], "X")}
@@ -112,7 +112,7 @@ def _version(args: argparse.Namespace) -> int:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help=_HELP["serve"])
     parser.set_defaults(run=_serve)
-    parser.add_argument("model", metavar="MODEL", help="a local folder, a .gguf file, or a hub id in the local cache")
+    parser.add_argument("model", metavar="MODEL", help="a local folder, a .gguf file, or a hub id (the local cache first, then the hub)")
     group = parser.add_argument_group("listener")
     group.add_argument("--host", default=argparse.SUPPRESS, help="address to listen on (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=argparse.SUPPRESS, help="port to listen on; 0 takes a free one (default: 8000)")
@@ -129,7 +129,7 @@ def _add_serve(commands: Any) -> None:
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help=_HELP["generate"])
     parser.set_defaults(run=_generate)
-    parser.add_argument("model", metavar="MODEL", help="a local folder, a .gguf file, or a hub id in the local cache")
+    parser.add_argument("model", metavar="MODEL", help="a local folder, a .gguf file, or a hub id (the local cache first, then the hub)")
     parser.add_argument("--prompt", required=True, help="the prompt")
     parser.add_argument("--chat", action="store_true", help="render the prompt as a user's turn with the chat template")
     group = parser.add_argument_group("sampling")
@@ -142,8 +142,9 @@ def _add_generate(commands: Any) -> None:
         ("min-p", float, "drop ids less likely than this fraction of the likeliest"),
     ):
         group.add_argument(f"--{name}", type=kind, dest="sample_" + name.replace("-", "_"), default=argparse.SUPPRESS, help=text)
-    group.add_argument("--sample-seed", type=int, default=argparse.SUPPRESS, help="seed of the samples (--seed is the engine's)")
-    add_config_flags(parser)
+    text = "seed of the samples: the same seed, the same text"
+    group.add_argument("--seed", "--sample-seed", metavar="N", type=int, dest="sample_seed", default=argparse.SUPPRESS, help=text)
+    add_config_flags(parser, renamed={"seed": "engine_seed"})
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

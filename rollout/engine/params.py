@@ -158,8 +158,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """the only ids that may be drawn, EOS ids too; None allows all. With min_tokens, one of them at least must not end a sample"""
     top_logprobs: int = 0
-    """report this many of the likeliest ids at each output token, with their logprobs, from the distribution drawn from (temperature 0:
-    from the one at temperature 1, nothing truncated); 0 to 20"""
+    """how many of the likeliest ids to report at each output token, as top_token_ids and top_logprobs: 0 (none) to 20. Their logprobs are
+    those of the distribution the token is drawn from; for temperature 0, of that at temperature 1, nothing truncated"""
     seed: int | None = None
     """key of the random stream, [0, 2**64); None draws one from the engine's entropy, and the output reports it"""
     stop: tuple[str, ...] = ()

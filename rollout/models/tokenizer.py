@@ -99,6 +99,11 @@ class Tokenizer:
         """Ids the tokenizer knows, added tokens included; the model's embedding may have more rows."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id; ids below it may be missing."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)

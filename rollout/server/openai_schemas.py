@@ -72,7 +72,7 @@ _MODEL = reply_schema(
     Item("created", COUNT),
     Item("owned_by", STRING),
     Item("root", STRING, "where it was loaded from"),
-    Item("max_model_len", nullable(COUNT), "tokens of prompt and output together"),
+    Item("max_model_len", nullable(COUNT), "tokens of prompt and output together; null while the engine loads"),
 )
 
 COMPONENTS: dict[str, Schema] = {

@@ -122,7 +122,7 @@ VERSION = reply_schema(
     Item("protocol_version", INTEGER, "of the wire; a client refuses another"),
     Item("capabilities", array(STRING), "what this server can do"),
     Item("model", STRING),
-    Item("fingerprint", STRING, "of the numerics"),
+    Item("fingerprint", STRING, "of the numerics; empty while the engine loads"),
 )
 
 STATUS = reply_schema(

@@ -6,6 +6,7 @@ replies are tables of `Item`. A schema is named by adding it to the components t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
@@ -96,7 +97,7 @@ def of_dataclass(cls: type, bounds: Mapping[str, Bound], skip: tuple[str, ...] =
         if f.default is not None and f.default is not MISSING:
             shown["default"] = list(f.default) if isinstance(f.default, tuple) else f.default
         properties[f.name] = shown
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    return {"type": "object", "description": inspect.getdoc(cls) or "", "additionalProperties": False, "properties": properties}
 
 
 def _content(schema: Schema, kinds: tuple[str, ...]) -> dict[str, Any]:

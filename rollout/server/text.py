@@ -18,6 +18,8 @@ INLINE_TOKENS = 64
 
 
 class TokenizerLike(Protocol):
+    @property
+    def num_ids(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str: ...
@@ -77,6 +79,11 @@ class TextService:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+    async def num_ids(self) -> int:
+        """Ids are below it."""
+        tokenizer = await self.tokenizer()
+        return await asyncio.to_thread(lambda: tokenizer.num_ids)
 
     async def decode(self, ids: tuple[int, ...], skip_special_tokens: bool, spaces: bool) -> str:
         tokenizer = await self.tokenizer()

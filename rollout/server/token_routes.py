@@ -39,7 +39,6 @@ from .schemas import COUNT, STRING, Item, array, column, reply_schema, route
 
 router = APIRouter()
 MAX_ITEMS = 65536
-MAX_TOKEN_ID = (1 << 31) - 1
 
 _KWARGS = Field("chat_template_kwargs", template_variables, "variables for the template (only with messages)")
 SCORED_PROMPT_FIELDS = (
@@ -235,12 +234,11 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/v1/detokenize", openapi_extra=route("Tokens", "traffic", takes="Detokenize", gives="TextReply", also=IF_ALL_FAIL))
 async def detokenize(request: Request) -> Response:
-    """Text of ids, as a rollout with "text" in its include would have it. Bytes that are no UTF-8 become U+FFFD."""
+    """Text of ids of the tokenizer, as a rollout with "text" in its include would have it. Bytes that are no UTF-8 become U+FFFD."""
     service: RolloutService = request.app.state.service
-    vocabulary = service.engine.snapshot.info.get("embed_size") or MAX_TOKEN_ID
 
     async def work(item: dict[str, Any]) -> dict[str, Any]:
-        check_vocabulary("token_ids", item["token_ids"], vocabulary)
+        check_vocabulary("token_ids", item["token_ids"], await service.text.num_ids())
         spaces = item.get("spaces_between_special_tokens", False)
         return {"text": await service.text.decode(item["token_ids"], item.get("skip_special_tokens", True), spaces)}
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import rollsync
 from rollsync import EngineConfig
 from rollsync.rollout.cli import _config, _parser, main
+from rollsync.rollout.errors import sent_errors
 
 HEAVY = ("torch", "fastapi", "uvicorn", "zmq", "httpx", "tokenizers", "numpy", "transformers", "pydantic", "asyncio")
 
@@ -49,6 +51,20 @@ def test_flags_become_the_config() -> None:
     config = _config(_parser(argv).parse_args(argv))
     assert (config.cache.block_tokens, config.scheduler.max_num_seqs, config.cache.prefix_cache) == (16, 8, False)
     assert (config.dtype, config.seed, config.model) == ("float32", 3, "m")
+
+
+def test_the_seed_of_generate_is_that_of_the_samples() -> None:
+    for name in ("--seed", "--sample-seed"):
+        args = _parser(argv := ["generate", "m", "--prompt", "a", name, "4", "--engine-seed", "9"]).parse_args(argv)
+        assert (args.sample_seed, _config(args).seed) == (4, 9)
+
+
+def test_the_errors_a_caller_catches_are_exported_without_imports() -> None:
+    found = modules_after("import rollsync; assert issubclass(rollsync.PromptTooLong, rollsync.BadRequest)")
+    assert not found & set(HEAVY)
+    assert all(getattr(rollsync, name) for name in rollsync.__all__)
+    exported = {cls.__name__ for cls in sent_errors()} & set(rollsync.__all__)
+    assert {"RollsyncError", "Overloaded", "EngineDead", "NotReady", "DuplicateRequest"} <= exported
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

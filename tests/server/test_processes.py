@@ -17,7 +17,7 @@ import httpx
 import pytest
 from rollsync import RolloutClient
 from rollsync.rollout.cli import main
-from rollsync.rollout.errors import EngineDead, ServerUnreachable, ShuttingDown
+from rollsync.rollout.errors import BadRequest, EngineDead, ServerUnreachable, ShuttingDown
 from rollsync.rollout.server.engine_client import Snapshot, liveness
 
 FOREVER = {"max_tokens": 4000}
@@ -119,9 +119,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive) -> None:
+def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive, tokenizer_folder: Path) -> None:
     port = free_port()
-    process: subprocess.Popen[str] = spawn("--port", str(port), model="fake-slow-load")
+    process: subprocess.Popen[str] = spawn("--port", str(port), "--tokenizer", str(tokenizer_folder), model="fake-slow-load")
     try:
         with RolloutClient(f"http://127.0.0.1:{port}") as client:
             until(lambda: not isinstance(why := client._not_ready(5.0), str) or "loading" in why)
@@ -132,6 +132,9 @@ def test_ctrl_c_while_it_loads(spawn: Any, until: Until, alive: Alive) -> None:
             refuse = {"prompts": [{"token_ids": [1]}], "on_unavailable": "refuse"}
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/rollouts", json=refuse)
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "illegal_state")
+            assert client.version()["fingerprint"] == "" and client.detokenize([[64, 65]])
+            with pytest.raises(BadRequest, match=r"in \[0, 256\), got 256"):
+                client.detokenize([[256]])
             pid = client.status()["engine_pid"]
             process.send_signal(signal.SIGINT)
             assert process.wait(8) == 130
