@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 BEAT_PERIOD_S = 0.25
 CONNECT_TIMEOUT_S = 30.0
+MESSAGE_OUTPUTS = 64
+"""of one message; the front takes in one between others' turns"""
 PR_SET_PDEATHSIG = 1
 
 
@@ -76,7 +78,9 @@ class Outbox:
         self.exit_code = 0
 
     def send(self, *message: Any) -> None:
-        frame = msgpack.packb(message)
+        self._send(msgpack.packb(message))
+
+    def _send(self, frame: bytes) -> None:
         with self._lock:
             if not self._socket.closed:
                 self._socket.send(frame)
@@ -96,7 +100,10 @@ class Outbox:
         self.ended.set()
 
     def outputs(self, outputs: list[SampleOutput]) -> None:
-        self.send("outputs", [output_to_wire(o) for o in outputs])
+        runs = (outputs[at : at + MESSAGE_OUTPUTS] for at in range(0, len(outputs), MESSAGE_OUTPUTS))
+        frames = [msgpack.packb(("outputs", [output_to_wire(o) for o in run])) for run in runs]
+        for frame in frames:  # all could be packed
+            self._send(frame)
 
     def rejected(self, request_id: str, error: RollsyncError) -> None:
         self.send("rejected", request_id, error_to_wire(error))

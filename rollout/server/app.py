@@ -88,11 +88,16 @@ async def _answer(request: Request, ticket: Ticket) -> Response:
     if ticket.stream:
         return StreamReply(service.streamed(ticket), ticket.leave, binary)
     try:
-        body, status = await until_disconnect(request.receive, service.whole(ticket))
-        return WholeReply(await encode_aside(body, binary), status, binary, ticket.leave)
+        body, status = await until_disconnect(request.receive, _packed(service, ticket, binary))
+        return WholeReply(body, status, binary, ticket.leave)
     except BaseException as error:
         ticket.leave(sent=not isinstance(error, ClientGone | asyncio.CancelledError))
         raise
+
+
+async def _packed(service: RolloutService, ticket: Ticket, binary: bool) -> tuple[bytes, int]:
+    body, status = await service.whole(ticket)
+    return await encode_aside(body, binary), status
 
 
 @router.post("/v1/engine/abort", openapi_extra=route("Control", "control", takes="Abort", gives="AbortReply", errors=(503,)))

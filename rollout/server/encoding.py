@@ -7,7 +7,9 @@ is large is written part by part, and how large it is is estimated first, by as 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,14 +58,19 @@ def is_large(value: Any, limit_bytes: int) -> bool:
 
 async def encode_aside(value: Any, binary: bool) -> bytes:
     """`encode` that holds nobody up, whatever the size."""
-    if is_large(value, ASIDE_BYTES):
-        return await asyncio.to_thread(encode_in_steps, value, binary)
-    return encode(value, binary)
+    if not is_large(value, ASIDE_BYTES):
+        return encode(value, binary)
+    gone = threading.Event()
+    try:
+        return await asyncio.to_thread(encode_in_steps, value, binary, gone)
+    finally:
+        gone.set()
 
 
-def encode_in_steps(value: Any, binary: bool) -> bytes:
-    """What `encode` gives."""
-    return b"".join(_msgpack_parts(value) if binary else _json_parts(value))
+def encode_in_steps(value: Any, binary: bool, gone: threading.Event | None = None) -> bytes:
+    """What `encode` gives; something shorter once nobody waits for it."""
+    parts = _msgpack_parts(value) if binary else _json_parts(value)
+    return b"".join(parts if gone is None else itertools.takewhile(lambda _: not gone.is_set(), parts))
 
 
 def _runs(items: list[Any] | tuple[Any, ...]) -> Iterator[tuple[bool, Any]]:

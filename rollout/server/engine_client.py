@@ -249,6 +249,7 @@ class EngineProcess:
         while True:
             message = msgpack.unpackb(await self._from.recv())
             self._handlers[message[0]](*message[1:])
+            await asyncio.sleep(0)  # a message that is there already is received without waiting
 
     def _got_hello(self) -> None:
         with contextlib.suppress(EngineDead):

@@ -17,7 +17,7 @@ from .openai_errors import error_body
 from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
 from .openai_replies import Prompt, Reply
 from .openai_schemas import ERRORS
-from .protocol import PromptSpec, RolloutCall
+from .protocol import PromptSpec, RolloutCall, check_num_samples
 from .replies import ClientGone, frame, give, reply, take, until_disconnect, wants_msgpack
 from .rollouts import RolloutService, Ticket
 from .schemas import SSE, route
@@ -98,6 +98,7 @@ class Call:
 
     def _rollout_call(self) -> RolloutCall:
         request = self.request
+        check_num_samples(1 if request.chat else len(request.prompts), request.params.n)
         specs = [
             PromptSpec(
                 ids=None if given is None or isinstance(given, str) else given,

@@ -41,6 +41,8 @@ _STREAM_DOC = (
     'reply as a stream: "samples" (or true) sends each sample when it is finished; "tokens" also sends its tokens as they come. '
     "The deltas of a sample add up to the sample, which follows them whole"
 )
+MAX_CALL_SAMPLES = 1 << 16
+"""of all prompts of one call"""
 _DETACH_DOC = (
     "seconds for which a dropped connection is no reason to end the call: it goes on, its reply is kept until it is read, and "
     "GET /v1/rollouts/{id} re-attaches. A call that does not stream needs a request_id for that; of a stream the start event tells the id"
@@ -228,6 +230,16 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int)
     )
 
 
+def check_num_samples(num_prompts: int, n: int, prompts: str = "prompts") -> None:
+    """BadRequest, before anything is made of them, if a call asks for too many samples."""
+    if num_prompts * n > MAX_CALL_SAMPLES:
+        raise BadRequest(
+            f"n and {prompts} may ask for at most {MAX_CALL_SAMPLES} samples in one call, got {num_prompts} {prompts} x n = {n}: "
+            f"{num_prompts * n}; send several calls",
+            field="n",
+        )
+
+
 def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     """Check a decoded body of `POST /v1/rollouts`. BadRequest names the first field that is wrong."""
     _refuse_misplaced(body, ENVELOPE_FIELDS, "")
@@ -235,6 +247,7 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     if len(got["prompts"]) > max_prompts:
         raise BadRequest(f"prompts must hold at most {max_prompts} prompts, got {len(got['prompts'])}", field="prompts")
     n, sampling = got.get("n", 1), got.get("sampling_params", {})
+    check_num_samples(len(got["prompts"]), n)
     if "n" in sampling:
         raise BadRequest("sampling_params.n is not a field here: give n beside prompts", field="sampling_params.n")
     _sampling(sampling, "sampling_params")

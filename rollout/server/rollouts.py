@@ -12,7 +12,8 @@ from ..wire import error_to_wire, pack_array
 from .engine_client import EngineProcess
 from .protocol import RolloutCall
 from .text import TextService
-from .ticket import OPTIONAL_COLUMNS, Ticket
+from .ticket import OPTIONAL_COLUMNS, PROMPT_TOKENS, SUBMIT_PIECE_TOKENS, Ticket
+from .turns import Turns
 
 __all__ = ["RolloutService", "Ticket"]
 
@@ -156,7 +157,9 @@ class RolloutService:
         await ticket.start()
         ticket.finish()
         results: list[dict[str, Any]] = []
+        turns = Turns(SUBMIT_PIECE_TOKENS)
         for i, ids in enumerate(ticket.prompt_ids):
+            await turns.after(PROMPT_TOKENS + len(ids or ()) + PROMPT_TOKENS * len(samples[i]) // 64)
             if i in errors:
                 results.append({"prompt_index": i, "error": error_to_wire(errors[i])})
                 continue
@@ -173,7 +176,12 @@ class RolloutService:
         usage, failed = Usage(), set()
         try:
             await ticket.start()
-            prompts = [{"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids)} for i, ids in enumerate(ticket.prompt_ids) if ids]
+            prompts: list[dict[str, Any]] = []
+            turns = Turns(SUBMIT_PIECE_TOKENS)
+            for i, ids in enumerate(ticket.prompt_ids):
+                if ids:
+                    prompts.append({"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids)})
+                    await turns.after(PROMPT_TOKENS + len(ids))
             yield {"event": "start", "id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "prompts": prompts}
             async for i, item in ticket.events():
                 if isinstance(item, RollsyncError):

@@ -24,6 +24,7 @@ from .engine_client import Output
 from .mailbox import Mailbox, output_from
 from .protocol import Naming, PromptSpec, RolloutCall
 from .sample_text import SampleText
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .rollouts import RolloutService
@@ -34,8 +35,10 @@ SENT_KEPT_S = 30.0
 """how long a reply with detach_s is kept once it was sent: what a dropped connection has not delivered cannot be known"""
 LEAVING_S = 1.0
 """how long a reader that has all may take to leave, before another is refused"""
-YIELD_TOKENS = 1 << 14
+SUBMIT_PIECE_TOKENS = 1 << 14
 """after submitting prompts of so many tokens in all, others get a turn"""
+PROMPT_TOKENS = 256
+"""what a prompt counts besides its own"""
 OPTIONAL_COLUMNS = tuple(name for name in COLUMNS if name not in ("token_ids", "logprobs"))
 
 
@@ -55,10 +58,11 @@ def delta_to_reply(output: Output) -> dict[str, Any]:
     return {**delta, "weight_versions": output["weight_versions"], "finish_reason": None}
 
 
-def _aborted_output(request: RolloutRequest, index: int, reason: str) -> Output:
-    """What a sample says that was aborted before the engine saw it."""
+def _aborted_output(request: RolloutRequest, reason: str) -> Output:
+    """What the first sample of a request says that was aborted before the engine saw it; the others differ in their index."""
     columns, seed = columns_for(request.include, request.params), request.params.seed or 0
-    return output_to_wire(empty_output(request.request_id, index, columns, seed=seed, finish_reason="abort", abort_reason=reason))
+    ends: dict[str, Any] = {"seed": seed, "finish_reason": "abort", "abort_reason": reason}
+    return output_to_wire(empty_output(request.request_id, request.first_sample, columns, **ends))
 
 
 def name_prompt(error: RollsyncError, i: int, naming: Naming) -> RollsyncError:
@@ -160,8 +164,9 @@ class Ticket:
         self._service.closed(self)
         left = [i for i in self._open if self._engine.forget(i)]
         self._open.clear()
-        self._mailbox.fail(UnknownRequest(f"call {self.id!r} is no longer kept"))
-        self._mailbox = Mailbox()
+        read, self._mailbox = self._mailbox, Mailbox()
+        for mailbox in (read, self._mailbox):
+            mailbox.fail(UnknownRequest(f"call {self.id!r} is no longer kept"))
         self._engine.abort_quietly(left, "client disconnected")
 
     async def start(self) -> None:
@@ -169,7 +174,7 @@ class Ticket:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        work = 0
+        turns = Turns(SUBMIT_PIECE_TOKENS)
         for i, prompt in enumerate(self.call.prompts):
             try:
                 await self._submit(i, prompt)
@@ -183,10 +188,7 @@ class Ticket:
                 self._refuse(i, RollsyncError(f"{type(error).__name__}: {error}"))
             if self.refused is not None and self.call.all_or_none:
                 return
-            work += 256 + len(self.prompt_ids[i] or ())
-            if work >= YIELD_TOKENS:
-                work = 0
-                await asyncio.sleep(0)  # a long list must not hold up health
+            await turns.after(PROMPT_TOKENS + len(self.prompt_ids[i] or ()))
 
     def _refuse(self, i: int, error: RollsyncError) -> None:
         self.refused = self.refused or (i, error)
@@ -221,8 +223,10 @@ class Ticket:
         if prompt.first_sample is None:
             self._counts[key] += prompt.params.n
         if self.aborted is not None:
+            turns, output = Turns(), _aborted_output(request, self.aborted)
             for k in range(prompt.params.n):
-                self._mailbox.put(i, _aborted_output(request, request.first_sample + k, self.aborted))
+                self._mailbox.put(i, {**output, "sample_index": request.first_sample + k})
+                await turns.after()
             return
         self._engine.submit(request, self._deliver)
         self._open[request_id] = (i, prompt.params.n)
@@ -260,8 +264,10 @@ class Ticket:
         total = sum(left)
         texts: dict[tuple[int, int], SampleText] = {}
         wants_text = "text" in self.call.include
+        turns, mailbox = Turns(), self._mailbox
         while total:
-            i, item, sent = await self._mailbox.get()
+            i, item, sent = await mailbox.get()
+            await turns.after()
             if isinstance(item, RollsyncError):
                 total -= left[i]
                 yield i, name_prompt(item, i, self.call.naming)

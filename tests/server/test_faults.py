@@ -163,10 +163,10 @@ def test_a_large_reply_holds_up_nobody(in_front: Any, monkeypatch: pytest.Monkey
     being_made, answered = threading.Event(), threading.Event()
     in_steps = encoding.encode_in_steps
 
-    def lasting(value: Any, binary: bool) -> bytes:
+    def lasting(value: Any, binary: bool, gone: threading.Event) -> bytes:
         being_made.set()
         assert answered.wait(20)
-        return in_steps(value, binary)
+        return in_steps(value, binary, gone)
 
     monkeypatch.setattr(encoding, "encode_in_steps", lasting)
     monkeypatch.setattr(encoding, "ASIDE_BYTES", 1 << 12)
