@@ -182,6 +182,12 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
+def show_name(name: Any) -> str:
+    """A name that came, such as a field's, for an error message: at most 80 characters."""
+    text = str(name[:80] if isinstance(name, str | bytes) else name)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
 def show(value: Any) -> str:
     """What came, of any size and depth, for an error message: at most 80 characters."""
     try:

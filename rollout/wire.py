@@ -60,9 +60,9 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
         raise BadRequest(f"{name}.data must be raw bytes, got {type(data).__name__}", field=f"{name}.data")
     column = array(code)
     count = len(data) // column.itemsize
-    is_table = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
-    is_table = is_table and shape[0] >= 0 < shape[1] and shape[0] * shape[1] == count
-    if not (is_table or shape == [count]) or len(data) % column.itemsize:
+    sizes = shape if isinstance(shape, list) and all(type(n) is int for n in shape) else []
+    is_table = len(sizes) == 2 and sizes[0] >= 0 < sizes[1] and sizes[0] * sizes[1] == count
+    if not (is_table or sizes == [count]) or len(data) % column.itemsize:
         length = len(data) / column.itemsize
         raise BadRequest(f"{name}.shape must be [{length:g}] for {len(data)} bytes of {dtype}, got {show(shape)}", field=f"{name}.shape")
     column.frombytes(data)

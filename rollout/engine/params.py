@@ -224,8 +224,9 @@ class SamplingParams:
         known = SAMPLING_NAMES.difference(unlisted)
         for key in wire:
             if key not in SAMPLING_NAMES:
-                hint = f": {ELSEWHERE[key]}" if key in ELSEWHERE else did_you_mean(str(key), known)
-                raise BadRequest(f"sampling_params.{key} is not a known field{hint} (known: {', '.join(sorted(known))})", field=str(key))
+                name = show_name(key)
+                hint = f": {ELSEWHERE[key]}" if key in ELSEWHERE else did_you_mean(name, known)
+                raise BadRequest(f"sampling_params.{name} is not a known field{hint} (known: {', '.join(sorted(known))})", field=name)
         return cls(**wire)
 
 

@@ -7,6 +7,7 @@ field by its path. What can only be judged per prompt (too long, an id outside t
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from ..engine.params import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS, is_utf8
 from ..engine.types import INCLUDES
-from ..errors import BadRequest, NotSupported, show
+from ..errors import BadRequest, NotSupported, show, show_name
 from ..fields import did_you_mean
 from ..wire import is_array, unpack_array
 from . import json_steps
@@ -45,9 +46,30 @@ def check(schema: Schema) -> Callable[[Callable[[str, Any], Any]], Check]:
     return lambda run: Check(run, schema)
 
 
-def fail(path: str, allowed: str, value: Any) -> BadRequest:
-    """The refusal of `value`, which may be of any size or depth."""
-    return BadRequest(f"{path} must be {allowed}, got {show(value)}", field=path)
+def plain(path: str, value: Any) -> Any:
+    """`value`, as deep as it may be, if it holds only what JSON can say and UTF-8 can carry: templates and tokenizers take nothing else."""
+    rest = [(path, value)]
+    while rest:
+        where, item = rest.pop()
+        if isinstance(item, dict):
+            for key in item:
+                if not isinstance(key, str) or not is_utf8(key):
+                    raise fail(f"a key in {where}", "text that UTF-8 can encode (no lone surrogate)", key, field=where)
+            rest.extend((f"{where}.{show_name(key)}", inner) for key, inner in reversed(item.items()))
+        elif isinstance(item, list | tuple):
+            rest.extend((f"{where}[{i}]", item[i]) for i in reversed(range(len(item))))
+        elif isinstance(item, float) and not math.isfinite(item):
+            raise BadRequest(f"{where} must be a finite number, got {item} (numbers must be finite)", field=where)
+        elif isinstance(item, str):
+            text(where, item)
+        elif item is not None and not isinstance(item, bool | int | float):
+            raise fail(where, "a value that JSON can say", item)
+    return value
+
+
+def fail(path: str, allowed: str, value: Any, field: str | None = None) -> BadRequest:
+    """The refusal of `value`, which may be of any size or depth; `field` if it is not `path`."""
+    return BadRequest(f"{path} must be {allowed}, got {show(value)}", field=field or path)
 
 
 def integer(low: int, high: int, allowed: str = "") -> Check:
@@ -181,7 +203,7 @@ def messages(path: str, value: Any) -> Any:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise fail(f"{path}[{i}]", 'an object with a "role"', message)
-    return value
+    return plain(path, value)
 
 
 @check({"type": "object"})
@@ -207,7 +229,7 @@ def template_variables(path: str, value: Any) -> Any:
             f"{path}.chat_template is not allowed: the model's template is used; render it yourself and send text",
             field=f"{path}.chat_template",
         )
-    return value
+    return plain(path, value)
 
 
 @check({"type": "array", "items": {"type": "string", "enum": list(INCLUDES)}})
@@ -258,7 +280,7 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise BadRequest(f"the body gives {twice!r} twice in one object", field=str(twice))
+        raise BadRequest(f"the body gives {show(twice)} twice in one object", field=show_name(twice))
     return found
 
 
@@ -293,9 +315,9 @@ def read(value: Any, table: tuple[Field, ...], path: str) -> dict[str, Any]:
     for name, item in value.items():
         field = known.get(name)
         if field is None:
-            names = ", ".join(f.name for f in table if f.check)
-            hint = did_you_mean(str(name), known)
-            raise BadRequest(f"{where}{name} is not a known field{hint} (known: {names})", field=f"{where}{name}")
+            names, shown = ", ".join(f.name for f in table if f.check), show_name(name)
+            hint = did_you_mean(shown, known)
+            raise BadRequest(f"{where}{shown} is not a known field{hint} (known: {names})", field=f"{where}{shown}")
         if field.check is None:
             raise NotSupported(f"{where}{name} is not supported by this version", field=f"{where}{name}")
         if item is not None:

@@ -22,6 +22,7 @@ from .checks import (
     logit_bias,
     mapping,
     number,
+    plain,
     read,
     seconds,
     stops,
@@ -121,7 +122,7 @@ def _content(path: str, value: Any) -> str:
             raise fail(f"{path}[{i}]", 'an object with a "type"', part)
         if part["type"] != "text":
             where = f"{path}[{i}].type"
-            raise NotSupported(f"{where} {part['type']!r} is not supported: this server takes text only", field=where)
+            raise NotSupported(f"{where} {show(part['type'])} is not supported: this server takes text only", field=where)
         parts.append(text(f"{path}[{i}].text", part.get("text")))
     return "\n".join(parts)
 
@@ -165,7 +166,7 @@ def chat_messages(path: str, value: Any) -> Any:
             raise fail(f"{where}.content", "a string or a list of text parts", None)
         if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(f"{where}.tool_calls", message["tool_calls"])
-        found.append(message)
+        found.append(plain(where, message))
     return found
 
 
@@ -173,7 +174,7 @@ def chat_messages(path: str, value: Any) -> Any:
 def objects(path: str, value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise fail(path, "a list of objects", value)
-    return value or None
+    return plain(path, value) or None
 
 
 @check({"type": "object", "properties": {"include_usage": {"type": "boolean"}}})
