@@ -36,7 +36,8 @@ def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
         cached_tokens=seq.cached_tokens,
     )
     if end is not None:
-        if request.prompt_logprobs is not None and request.num_prompt_scored >= prompt_tokens:
+        failed_early = end.reason == "error" and num_output == 0  # see Sequence.trim
+        if request.prompt_logprobs is not None and request.num_prompt_scored >= prompt_tokens and not failed_early:
             output.prompt_logprobs = list(request.prompt_logprobs)
         output.finish_reason = end.reason
         output.stop_reason = end.stop_reason

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..errors import BadRequest, show
+from ..errors import BadRequest, show, show_name
 from ..fields import did_you_mean
 
 MAX_SAMPLES = 4096

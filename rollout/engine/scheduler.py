@@ -146,7 +146,7 @@ class Scheduler(Planner):
         fault: str | Exception | None = next((bad[r] for r in range(row, first_draw) if r in bad), None) if bad else None
         if fault is None:
             try:
-                self._take_chunk(seq, chunk, row, result, outputs)
+                self._take_chunk(seq, chunk, row, result)
             except Exception as error:
                 fault = error
         if fault is not None:
@@ -173,7 +173,7 @@ class Scheduler(Planner):
             return True
         return False
 
-    def _take_chunk(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult, outputs: list[SampleOutput]) -> None:
+    def _take_chunk(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult) -> None:
         """What a chunk computed for all samples of its request."""
         request = seq.request
         seq.num_computed += chunk.count
@@ -184,8 +184,6 @@ class Scheduler(Planner):
                 request.shared_columns = seq.columns.copy()
             for child in chunk.children:
                 child.columns = seq.columns.copy()
-        elif seq.stream and seq.emitted < len(seq.columns.logprobs) and (request.given_end is None or seq.num_computed < seq.num_to_feed):
-            self._emit_delta(seq, outputs)
 
     def _score(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult) -> None:
         """Values of prompt and given tokens, from forced rows."""

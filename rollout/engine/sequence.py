@@ -220,9 +220,15 @@ class Sequence:
                 self.columns = self.request.shared_columns.copy()
 
     def trim(self) -> None:
-        """Cut the columns to the tokens that have all their values: what a fault amid a token's leaves."""
+        """Cut the columns to the tokens that have all their values: what a fault amid a token's leaves.
+
+        Given tokens stay only if a token of its own stands behind them: broken numbers may reach the rows before them in a chunk,
+        so how many were scored would tell how they were cut into chunks.
+        """
         lists: list[list[Any]] = [getattr(self.columns, name) for name in self.request.columns]
         whole = min(max(0, len(self.tokens) - len(self.request.prompt)), *map(len, lists))
+        if whole <= len(self.request.given):
+            whole, self.columns.spans = 0, []
         for column in lists:
             del column[whole:]
 

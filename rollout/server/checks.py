@@ -337,6 +337,14 @@ def object_schema(table: tuple[Field, ...], doc: str = "", **more: Any) -> Schem
     return {**schema, **({"required": required} if required else {}), **more}
 
 
+def check_made(path: str, ids: tuple[int, ...], size: int | None) -> None:
+    """`check_vocabulary` of ids that the tokenizer made of the text at `path`."""
+    if ids and size is not None and (min(ids) < 0 or max(ids) >= size):
+        bad = next(t for t in ids if not 0 <= t < size)
+        words = f"token id {bad}, which this model does not have (its ids are below {size}): tokenizer and model do not fit"
+        raise BadRequest(f"{path} makes {words}", field=path)
+
+
 def check_vocabulary(path: str, ids: tuple[int, ...], size: int | None) -> None:
     """BadRequest if an id is outside [0, size): the rows of the embedding, so padding rows are accepted as input."""
     if ids and size is not None and (min(ids) < 0 or max(ids) >= size):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.config import EngineConfig
-from ..errors import ConfigError, RollsyncError
+from ..engine.params import is_utf8
+from ..errors import ConfigError, RollsyncError, show
 from .app import DEFAULT_MAX_BODY_BYTES, create_app
 from .connections import Server, bind, connection_limit
 from .engine_client import EngineProcess
@@ -33,6 +34,13 @@ class ServeOptions:
     """largest request body accepted, in bytes"""
     served_model_name: str | None = None
     """name of the model on OpenAI's routes; its path or id, and the last part of that, are names too"""
+
+    def __post_init__(self) -> None:
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
+        for flag, value in (("--served-model-name", self.served_model_name), ("--host", self.host)):
+            if value is not None and (not value.strip() or not is_utf8(value)):
+                raise ConfigError(f"{flag} must be a name that UTF-8 can encode, not empty, got {show(value)}")
 
 
 def secret(value: str | None) -> str | None:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import BadRequest, ModelNotFound, PromptTooLong, RollsyncError
+from ..errors import BadRequest, ModelNotFound, PromptTooLong, RollsyncError, show
 from ..wire import MSGPACK
 from .openai_errors import error_body
 from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
@@ -36,7 +36,7 @@ def served_names(service: RolloutService, alias: str | None) -> list[str]:
 def _check_model(service: RolloutService, alias: str | None, asked: str | None) -> str:
     names = served_names(service, alias)
     if asked is not None and asked not in names:
-        raise ModelNotFound(f"model {asked!r} is not served here; served: {', '.join(names)}", field="model")
+        raise ModelNotFound(f"model {show(asked)} is not served here; served: {', '.join(names)}", field="model")
     return asked or names[0]
 
 
@@ -53,7 +53,9 @@ def _rename(error: RollsyncError, i: int, request: OpenAIRequest) -> RollsyncErr
 
     def renamed(path: str) -> str:
         own = path.removeprefix(f"prompts[{i}].").removeprefix(f"prompts[{i}]")
-        return ids + own.removeprefix("token_ids") if own.startswith(("token_ids", " ", ":")) or not own else own
+        if own.startswith(("token_ids", "text", " ", ":")) or not own:
+            return ids + own.removeprefix("token_ids").removeprefix("text")
+        return own
 
     return type(error)(renamed(str(error)), field=renamed(error.field))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..engine.params import MAX_SAMPLES, U64, SamplingParams
-from ..errors import BadRequest, NotSupported
+from ..errors import BadRequest, NotSupported, show
 from ..wire import is_array
 from .checks import (
     Check,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from .checks import (
 )
 from .schemas import of_dataclass
 
+MAX_ADDRESS_CHARS = 1024
 _seed = integer(0, U64 - 1, "an int in [0, 2**64)")
 _max_tokens = integer(0, 1 << 31, "an int >= 0")
 _first = integer(0, (1 << 32) - MAX_SAMPLES, f"an int in [0, 2**32 - {MAX_SAMPLES}]")
@@ -122,6 +124,11 @@ class PromptSpec:
     """to `text`"""
     score_only: bool = False
     """score forced_token_ids to their end and sample nothing"""
+
+    @property
+    def text_field(self) -> str:
+        """The field whose text is made ids; empty if ids were sent."""
+        return "text" if self.text is not None else "messages" if self.messages is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +247,14 @@ def check_num_samples(num_prompts: int, n: int, prompts: str = "prompts") -> Non
         )
 
 
+def _check_addressable(request_id: str) -> None:
+    """BadRequest for a name that no URL can end in, even quoted: such a call could not be re-attached."""
+    is_path = request_id in (".", "..")
+    if is_path or len(request_id) > MAX_ADDRESS_CHARS or any(unicodedata.category(c) == "Cc" for c in request_id):
+        words = f'other than "." and "..", at most {MAX_ADDRESS_CHARS} characters and no control character (it ends a URL)'
+        raise fail("request_id", f"with detach_s {words}", request_id)
+
+
 def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     """Check a decoded body of `POST /v1/rollouts`. BadRequest names the first field that is wrong."""
     _refuse_misplaced(body, ENVELOPE_FIELDS, "")
@@ -253,6 +268,8 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     _sampling(sampling, "sampling_params")
     if got.get("detach_s") and not got.get("stream") and "request_id" not in got:
         raise BadRequest("detach_s needs a request_id to re-attach by (or a stream, whose start event tells the id)", field="detach_s")
+    if got.get("detach_s") and "request_id" in got:
+        _check_addressable(got["request_id"])
     return RolloutCall(
         prompts=[_prompt(p, f"prompts[{i}]", sampling, n, got.get("prompt_logprobs_start", 0)) for i, p in enumerate(got["prompts"])],
         include=got.get("include", ()),

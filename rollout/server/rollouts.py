@@ -6,8 +6,9 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
-from ..errors import DetachLimit, DuplicateRequest, IllegalState, NotReady, RollsyncError, UnknownRequest
+from ..errors import DetachLimit, DuplicateRequest, IllegalState, NotReady, RollsyncError, UnknownRequest, show
 from ..wire import error_to_wire, pack_array
 from .engine_client import EngineProcess
 from .protocol import RolloutCall
@@ -90,8 +91,8 @@ class RolloutService:
         if call_id in self.in_flight:
             state = "still in flight: choose another, or abort it first"
             if self.in_flight[call_id].call.detach_s:
-                state = f"in flight or kept: GET /v1/rollouts/{call_id} re-attaches"
-            raise DuplicateRequest(f"request_id {call_id!r} is {state}")
+                state = f"in flight or kept: GET /v1/rollouts/{quote(call_id, safe='')} re-attaches"
+            raise DuplicateRequest(f"request_id {show(call_id)} is {state}")
         if call_id in self._sent:
             self._sent[call_id].close()
         if call.detach_s:
@@ -104,7 +105,7 @@ class RolloutService:
         """UnknownRequest if no such call is in flight or kept."""
         ticket = self.in_flight.get(call_id) or self._sent.get(call_id)
         if ticket is None:
-            raise UnknownRequest(f"no call {call_id!r} is in flight or kept: it never was, its reply was sent, or its detach_s is over")
+            raise UnknownRequest(f"no call {show(call_id)} is in flight or kept: it never was, its reply was sent, or its detach_s is over")
         return ticket
 
     def _reserve(self, call: RolloutCall, call_id: str) -> None:

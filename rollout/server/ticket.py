@@ -19,7 +19,7 @@ from ..engine.process import output_to_wire
 from ..engine.types import RolloutRequest
 from ..errors import BadRequest, EngineDead, IllegalState, RollsyncError, UnknownRequest
 from ..wire import COLUMNS, unpack_array
-from .checks import check_vocabulary
+from .checks import check_made, check_vocabulary
 from .engine_client import Output
 from .mailbox import Mailbox, output_from
 from .protocol import Naming, PromptSpec, RolloutCall
@@ -199,8 +199,12 @@ class Ticket:
         ids = await self._ids(i, prompt)
         vocabulary = self._engine.snapshot.info.get("embed_size")
         forced = prompt.forced_token_ids if prompt.continuation is None else await self._service.text.encode(prompt.continuation)
-        for name, given in (("prompt_token_ids", ids), ("continue_from", prompt.continue_from), ("forced_token_ids", forced)):
-            check_vocabulary(self.call.naming.path(i, name), given, vocabulary)
+        for name, given, text in (
+            ("prompt_token_ids", ids, prompt.text_field),
+            ("continue_from", prompt.continue_from, ""),
+            ("forced_token_ids", forced, "" if prompt.continuation is None else "continuation"),
+        ):
+            (check_made if text else check_vocabulary)(self.call.naming.path(i, text or name), given, vocabulary)
         key = (ids, prompt.params.seed)
         request_id = f"{self.key}/{i}"
         request = RolloutRequest(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ..engine.params import SamplingParams
 from ..engine.score import SCORED
-from ..errors import BadRequest
+from ..errors import BadRequest, RollsyncError, error_classes
 from ..wire import error_to_wire, pack_array
 from .checks import (
     Field,
@@ -65,7 +65,14 @@ LOGPROBS_FIELDS = (
     Field("deadline_s", seconds, 'seconds until the rest ends with abort_reason "deadline"'),
 )
 _NAMING = Naming(
-    "items", (("prompt_token_ids", "prompt.token_ids"), ("forced_token_ids", "continuation.token_ids"), ("messages", "prompt.messages"))
+    "items",
+    (
+        ("prompt_token_ids", "prompt.token_ids"),
+        ("forced_token_ids", "continuation.token_ids"),
+        ("continuation", "continuation.text"),
+        ("messages", "prompt.messages"),
+        ("text", "prompt.text"),
+    ),
 )
 
 
@@ -114,7 +121,9 @@ def _scores(result: dict[str, Any]) -> dict[str, Any]:
     if "error" in result:
         return {**head, "error": result["error"]}
     (sample,) = result["samples"]
-    names = ("token_ids", *SCORED, "finish_reason", "abort_reason", "error", "weight_versions", "cached_tokens")
+    if sample["finish_reason"] == "error":
+        return {**head, "error": error_to_wire(RollsyncError(sample.get("error") or "scoring failed"))}
+    names = ("token_ids", *SCORED, "finish_reason", "abort_reason", "weight_versions", "cached_tokens")
     return {**head, "prompt_token_ids": result["prompt_token_ids"], **{name: sample[name] for name in names if name in sample}}
 
 
@@ -134,8 +143,11 @@ async def logprobs(request: Request) -> Response:
         body, status = await until_disconnect(request.receive, service.whole(ticket))
     finally:
         ticket.close()
-    results = body.pop("results")
-    return await give(request, {**body, "results": [_scores(result) for result in results]}, status)
+    results = [_scores(result) for result in body.pop("results")]
+    if status == 200 and all("error" in result for result in results):
+        code = results[0]["error"]["code"]
+        body, status = {**body, "error": results[0]["error"]}, next(cls.status for cls in error_classes() if cls.code == code)
+    return await give(request, {**body, "results": results}, status)
 
 
 def _items(component: str) -> Field:

@@ -15,6 +15,7 @@ from rollsync.rollout.errors import BadRequest, PromptTooLong
 
 PROMPT = list(range(20, 33))
 FREE: dict[str, Any] = {"ignore_eos": True, "seed": 1}
+NAN_TOKEN = 255
 
 
 # Prompt logprobs from an offset
@@ -158,3 +159,29 @@ def test_forced_ids_are_cut_as_sampled_ones_would_be_and_the_finish_reason_tells
             output = run(engine)[-1]
             assert (len(output.token_ids), output.finish_reason, output.stop_reason) == (kept, reason, stop), params
             expect(output, r, engine)
+
+
+def test_what_a_sample_that_meets_broken_numbers_keeps_does_not_depend_on_chunks(cancelling: dict[str, str]) -> None:
+    """Nothing before its first own token, everything from then on, deltas included."""
+    before, include = list(prompt(5, 9)), ("prompt_logprobs", "model_logprobs")
+    broken = [*before[:5], NAN_TOKEN, *before[5:]]
+    requests = [
+        request("forced", before, include, forced_token_ids=broken, max_tokens=12, **FREE),
+        request("samples", before, include, forced_token_ids=broken, max_tokens=12, n=3, **FREE),
+        request("prompt", broken, include, max_tokens=3, **FREE),
+        request("behind", before, include, forced_token_ids=(*before, NAN_TOKEN), max_tokens=12, n=2, **FREE),
+        request("scored", before, include, forced_token_ids=broken, score_only=True, max_tokens=10, **FREE),
+        request("last", [*before, NAN_TOKEN], include, forced_token_ids=before, max_tokens=12, n=2, **FREE),
+        request("drawn", before, include, forced_token_ids=before, max_tokens=12, allowed_token_ids=(NAN_TOKEN,), n=2, **FREE),
+    ]
+    for block in (1, 4, 16):
+        for chunk in (1, 2, 3, 7, 64):
+            options = {"block_tokens": block, "num_blocks": 256 // block, "max_batch_tokens": chunk, "max_num_seqs": min(chunk, 4)}
+            with Engine(cancelling["nan"], threads=1, **options) as engine:
+                for stream in (False, True):
+                    outputs = finals(engine, [changed(r, stream=stream) for r in requests])
+                    assert {o.finish_reason for o in outputs.values()} == {"error"} and len(outputs) == 12
+                    for (name, _), output in outputs.items():
+                        kept = len(output.token_ids), len(output.logprobs), len(output.model_logprobs or ()), output.prompt_logprobs is None
+                        assert kept == ((10, 10, 10, False) if name == "drawn" else (0, 0, 0, True)), (name, options)
+                        assert [span["end"] for span in output.weight_versions] == ([10] if name == "drawn" else [])
