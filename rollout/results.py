@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,7 @@ from .fields import is_message
 from .wire import error_from_wire, is_array, pack_array, unpack_array
 
 T = TypeVar("T")
+_ID_FIELDS = ("token_ids", "continue_from", "forced_token_ids")
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
 """text, token ids, a chat as a list of messages, or a whole prompt object of `POST /v1/rollouts` ({"messages": …, "seed": …})"""
 
@@ -167,7 +169,10 @@ def reattach_call(request_id: str, stream: str = "false") -> Call[RolloutResult]
 
 
 def score_call(items: Sequence[tuple[Prompt, Prompt]], temperature: float | None, options: dict[str, Any]) -> Call[list[Score]]:
-    wire = [{"prompt": _prompt(prompt), "continuation": _prompt(continuation)} for prompt, continuation in items]
+    wire = [
+        {"prompt": _prompt(prompt, f"items[{i}].prompt"), "continuation": _prompt(continuation, f"items[{i}].continuation")}
+        for i, (prompt, continuation) in enumerate(items)
+    ]
     more = {k: v for k, v in {"temperature": temperature, **options}.items() if v is not None}
     return Call("POST", "/v1/logprobs", {"items": wire, **more}, lambda reply: [_score(r) for r in reply["results"]])
 
@@ -197,7 +202,7 @@ def tokenize_call(inputs: Sequence[str | list[dict[str, Any]]], add_special_toke
 
 
 def detokenize_call(inputs: Sequence[Sequence[int]], options: dict[str, Any]) -> Call[list[str]]:
-    return _items("/v1/detokenize", [{**_prompt(ids), **options} for ids in inputs], lambda r: str(r["text"]))
+    return _items("/v1/detokenize", [{**_prompt(ids, f"items[{i}]"), **options} for i, ids in enumerate(inputs)], lambda r: str(r["text"]))
 
 
 def render_call(chats: Sequence[list[dict[str, Any]]], variables: dict[str, Any] | None) -> Call[list[Rendered]]:
@@ -215,18 +220,26 @@ def parse_result(wire: dict[str, Any]) -> RolloutResult:
     return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"], fingerprint=wire.get("fingerprint", ""))
 
 
-def _prompt(prompt: Prompt) -> dict[str, Any]:
+def _ids(ids: list[Any]) -> Any:
+    """Ids of any integer type, packed; what is no id, as it came, for the server to name."""
+    if not all(type(i) is int for i in ids):  # numpy's integers and the like
+        ids = [operator.index(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in ids]
+    fits = all(type(i) is int and -(1 << 31) <= i < 1 << 31 for i in ids)
+    return pack_array("<i4", ids) if fits else ids
+
+
+def _prompt(prompt: Prompt, where: str) -> dict[str, Any]:
+    """What may be a prompt (or a continuation) in any call, as an object of the wire; errors call it `where`."""
     if isinstance(prompt, str):
         return {"text": prompt}
     if isinstance(prompt, dict):
-        return prompt
+        given = {name: prompt[name] for name in _ID_FIELDS if isinstance(prompt.get(name), Iterable)}
+        return {**prompt, **{name: _ids(list(ids)) for name, ids in given.items() if not isinstance(ids, str | bytes | dict)}}
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-        raise BadRequest(f"a prompt must be a text, a list of token ids, a chat (a list of messages) or a dict, got {show(prompt)}")
-    ids: list[Any] = list(prompt)
-    if ids and all(isinstance(item, dict) for item in ids):
-        return {"messages": ids}
-    fits = all(type(i) is int and -(1 << 31) <= i < 1 << 31 for i in ids)
-    return {"token_ids": pack_array("<i4", ids) if fits else ids}
+        kinds = "a text, a list of token ids, a chat (a list of messages) or a dict"
+        raise BadRequest(f"{where} must be {kinds}, got {show(prompt)}", field=where)
+    items = list(prompt)
+    return {"messages": items} if items and all(isinstance(item, dict) for item in items) else {"token_ids": _ids(items)}
 
 
 def rollouts_body(
@@ -246,7 +259,8 @@ def rollouts_body(
     if isinstance(params.get("logit_bias"), Mapping):  # msgpack bodies, like JSON, have keys of text
         params["logit_bias"] = {str(token): bias for token, bias in params["logit_bias"].items()}
     own_n = params.pop("n", 1)
-    body = {"prompts": [_prompt(p) for p in prompts], "n": own_n if n is None else n, "sampling_params": params}
+    wire = [_prompt(p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    body = {"prompts": wire, "n": own_n if n is None else n, "sampling_params": params}
     return {**body, **{k: list(v) if k == "include" or isinstance(v, tuple) else v for k, v in options.items() if v is not None}}
 
 

@@ -72,6 +72,13 @@ def test_stream_gives_each_sample_when_it_is_finished(server: Any, client: Rollo
     assert json.loads(lines[-1].removeprefix("data: "))["usage"]["completion_tokens"] == 302
 
 
+def test_ids_may_be_of_any_integer_type(client: RolloutClient) -> None:
+    numpy = pytest.importorskip("numpy")
+    ids = numpy.array([1, 2])
+    results = client.rollouts([ids, {"token_ids": ids}, (1, 2)], sampling_params={"max_tokens": 2, "seed": 1}).results
+    assert [r.prompt_token_ids for r in results] == [[1, 2]] * 3
+
+
 def test_equal_prompts_of_one_seed_go_on_counting(client: RolloutClient) -> None:
     result = client.rollouts([[5], [6], [5]], n=2, sampling_params={"seed": 3, "max_tokens": 1})
     assert [[s.index for s in r.samples] for r in result.results] == [[0, 1], [0, 1], [2, 3]]
@@ -297,7 +304,7 @@ def test_openapi_lists_the_table(server: Any) -> None:
     ("call", "words"),
     [
         ({"prompts": [{"role": "user", "content": "a"}]}, "put the chat into a list"),
-        ({"prompts": [b"ab"]}, "a prompt must be a text"),
+        ({"prompts": [[1], b"ab"]}, "prompts[1] must be a text"),
         ({"max_tokens": 5}, "give max_tokens in sampling_params"),
         ({"include": "text"}, "include must be a list of names, got 'text'"),
         ({"sampling_params": {"logprobs": 1}}, "logprobs always come; top_logprobs is for alternatives"),
