@@ -203,8 +203,14 @@ def _each(
 
 
 def _as_sent(words: str) -> str:
-    """An error's words with the names that a caller of `generate` gives, not those of RolloutRequest."""
+    """An error's words with the names that a caller gives, not those of RolloutRequest."""
     return words.removeprefix("prompt_") if words.startswith("prompt_token_ids") else words
+
+
+def _of_continuation(error: BadRequest) -> BadRequest:
+    """An error of `score_request` or `check_request` with the name that a caller of `score` gives."""
+    words = str(error)
+    return type(error)("its continuation" + words.removeprefix("forced_token_ids")) if words.startswith("forced_token_ids") else error
 
 
 def _make(
@@ -338,8 +344,11 @@ def score(
             raise BadRequest(f"a prompt to score under takes no {given.pop()}: the continuation says what is scored")
         if isinstance(continuation, str | bytes | dict) or not hasattr(continuation, "__iter__"):
             raise BadRequest(f"its continuation must be a list of token ids, got {type(continuation).__name__}")
-        request = score_request(f"{id_prefix}-{i}", ids, continuation, own, include=include, **fields)
-        engine.check_request(request)
+        try:
+            request = score_request(f"{id_prefix}-{i}", ids, continuation, own, include=include, **fields)
+            engine.check_request(request)
+        except BadRequest as error:
+            raise _of_continuation(error) from error
         return request
 
     each = enumerate(zip(prompts, continuations, _each(params, len(prompts), include), strict=True))
