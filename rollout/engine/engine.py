@@ -15,8 +15,9 @@ from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Ov
 from ..fields import did_you_mean
 from .admission import check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
-from .generate import Prompt, RolloutOutput, generate, score
+from .generate import RolloutOutput, generate, score
 from .params import SamplingParams
+from .prompts import Prompt
 from .runner_info import Runner, RunnerInfo
 from .scheduler import Scheduler
 from .score import SCORED
@@ -245,7 +246,7 @@ class Engine:
         """Sample for a list of prompts and wait; results in the order of `prompts`.
 
         Args:
-            prompts: each a text, a list of token ids, a list of chat messages, or a prompt object (see `generate.Prompt`).
+            prompts: each a text, a list of token ids, a list of chat messages, or a prompt object (see `prompts.Prompt`).
             params: one for all, or one per prompt. The same prompt twice under the same seed goes on counting samples.
             progress: a line on stderr.
             include: columns wanted besides ids and logprobs; see RolloutRequest.

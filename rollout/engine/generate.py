@@ -11,16 +11,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import BadRequest, IllegalState, RollsyncError, describe, show
-from ..fields import did_you_mean, is_message
+from ..errors import BadRequest, IllegalState, RollsyncError, describe
+from ..fields import is_message
 from ..models.detokenizer import end_at_stop
 from .columns import columns_for, empty_output
-from .params import SAMPLING_NAMES, SamplingParams
+from .params import SamplingParams
+from .prompts import Prompt, split_prompt
 from .score import score_request
 from .types import RolloutRequest, SampleOutput
 
@@ -29,16 +30,6 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | dict[str, Any]
-"""text, token ids, chat messages, or a prompt object as in `POST /v1/rollouts`: {"token_ids" | "text" | "messages": …} with
-seed, max_tokens (which override those of params), forced_token_ids, continue_from, first_sample, prompt_logprobs_start or, for messages,
-chat_template_kwargs"""
-
-_KINDS = {"token_ids": "a list of token ids", "text": "a string", "messages": "a list of messages"}
-_OWN_PARAMS = ("seed", "max_tokens")
-_OWN_FIELDS = ("forced_token_ids", "continue_from", "first_sample", "prompt_logprobs_start")
-_OWN = (*_OWN_PARAMS, *_OWN_FIELDS, "chat_template_kwargs")
 
 
 @dataclass(kw_only=True)
@@ -133,44 +124,6 @@ class _Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
 
-def _prompt_ids(engine: Engine, prompt: Prompt, variables: dict[str, Any]) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        ids: list[Any] = engine.tokenizer.encode(prompt)
-    elif isinstance(prompt, bytes | dict) or not hasattr(prompt, "__iter__"):
-        raise BadRequest(f"must be a text, a list of token ids or a list of chat messages, got {type(prompt).__name__}")
-    else:
-        ids = list(prompt)
-        if ids and all(isinstance(item, dict) for item in ids):
-            ids = engine.tokenizer.apply_chat_template(ids, **variables)
-    if not ids:
-        raise BadRequest("must hold at least one token, got none")
-    return tuple(ids)
-
-
-def _split(engine: Engine, prompt: Prompt, params: SamplingParams) -> tuple[tuple[int, ...], SamplingParams, dict[str, Any]]:
-    """A prompt as ids, its parameters and its own request fields. In a prompt object null is as if left out."""
-    if not isinstance(prompt, dict):
-        return _prompt_ids(engine, prompt, {}), params, {}
-    given = {name: value for name, value in prompt.items() if value is not None}
-    kinds = [kind for kind in _KINDS if kind in given]
-    unknown = [name for name in prompt if name not in _KINDS and name not in _OWN]
-    if len(kinds) != 1 or unknown:
-        hint = did_you_mean(str(unknown[0]), (*_KINDS, *_OWN)) if unknown else ""
-        hint = f": give {unknown[0]} in params" if unknown and unknown[0] in SAMPLING_NAMES else hint
-        raise BadRequest(
-            f"must hold one of {', '.join(_KINDS)}, and of others only {', '.join(_OWN)}; got {', '.join(map(str, prompt))}{hint}"
-        )
-    variables = given.get("chat_template_kwargs", {})
-    if variables and (kinds != ["messages"] or not isinstance(variables, dict)):
-        raise BadRequest("chat_template_kwargs must be a dict of variables, and needs messages")
-    content = given[kinds[0]]
-    if (kinds[0] == "text") != isinstance(content, str):
-        raise BadRequest(f"{kinds[0]} must be {_KINDS[kinds[0]]}, got {show(content)}")
-    own = {name: given[name] for name in _OWN_PARAMS if name in given}
-    fields = {name: given[name] for name in _OWN_FIELDS if name in given}
-    return _prompt_ids(engine, content, variables), replace(params, **own) if own else params, fields
-
-
 def _params(value: Any) -> SamplingParams:
     if isinstance(value, dict):
         return SamplingParams.from_wire(value)
@@ -238,7 +191,7 @@ def _requests(
     counted: dict[tuple[tuple[int, ...], int | None], int] = {}
 
     def make(i: int, prompt: Prompt, own: SamplingParams) -> RolloutRequest:
-        ids, own, fields = _split(engine, prompt, own)
+        ids, own, fields = split_prompt(engine, prompt, own)
         first = fields.pop("first_sample", None)
         if first is None and own.seed is None:
             first = 0
@@ -339,7 +292,7 @@ def score(
         )
 
     def make(i: int, prompt: Prompt, continuation: Any, own: SamplingParams) -> RolloutRequest:
-        ids, own, fields = _split(engine, prompt, own)
+        ids, own, fields = split_prompt(engine, prompt, own)
         if given := fields.keys() & {"forced_token_ids", "continue_from"}:
             raise BadRequest(f"a prompt to score under takes no {given.pop()}: the continuation says what is scored")
         if isinstance(continuation, str | bytes | dict) or not hasattr(continuation, "__iter__"):
