@@ -17,7 +17,7 @@ from typing import Any
 
 from rollsync.rollout.errors import RollsyncError, sent_errors
 from rollsync.rollout.server.app import BODIES_BYTES, DEFAULT_MAX_BODY_BYTES, openapi
-from rollsync.rollout.server.connections import KEEP_ALIVE_S
+from rollsync.rollout.server.connections import KEEP_ALIVE_S, REFUSAL_S
 from rollsync.rollout.server.replies import BODY_BYTES_PER_S, BODY_GRACE_S
 from rollsync.rollout.wire import MSGPACK
 
@@ -75,7 +75,8 @@ A body holds at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB (`--max-body-bytes`), an
 that is more), or the next is answered 503 with Retry-After.
 
 A connection that sends no complete headers for {KEEP_ALIVE_S} s is closed. With as many connections as
-the process has files for (`ulimit -n`), further calls are answered 503 with Retry-After, but for the routes that need no key. A caller
+the process has files for (`ulimit -n`), further calls are answered 503 with Retry-After, but for the routes that need no key; a
+connection that has never sent complete headers is then closed after {REFUSAL_S:g} s, so that silent ones hold up nobody for long. A caller
 that hangs up frees its work.
 """
 

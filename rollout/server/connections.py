@@ -12,6 +12,7 @@ import errno
 import fcntl
 import resource
 import socket
+import struct
 import sys
 import termios
 from array import array
@@ -37,12 +38,14 @@ KEEP_ALIVE_S = 75
 """from a reply's end, or from connecting, to the end of the next request's headers; longer than clients keep idle connections, so that
 none sends into one just closed"""
 REFUSAL_S = 2.0
-"""the same for a connection over the limit"""
+"""the same for a connection over the limit, and, while all places are taken, for one that has never asked for anything"""
 STALLED_READER_S = 3600.0
 """a peer that takes nothing of what waits for it for this long is dropped, one that takes it slowly is not; a trainer may read its
 stream between two long steps"""
 MAX_PIPELINED_BYTES = 1 << 16
 """read ahead of a reply in progress, so that a peer's end is noticed although it has sent more"""
+LAST_DATA_RECEIVED = 52
+"""where Linux's tcp_info has tcpi_last_data_recv, in milliseconds"""
 PROBE_IDLE_S, PROBE_EVERY_S, PROBES = 60, 15, 4
 """TCP keep-alive: a machine that vanished is noticed after two minutes"""
 
@@ -84,13 +87,30 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def unread(sock: Any) -> int:
+    """Bytes of a connected socket that wait to be read."""
+    held = array("i", [0])
+    with contextlib.suppress(OSError, ValueError):
+        fcntl.ioctl(sock.fileno(), termios.FIONREAD, held)
+    return held[0]
+
+
+def silent_s(sock: socket.socket) -> float:
+    """For how long the peer of a new connection has sent nothing, in the backlog too; 0 where the system does not tell."""
+    with contextlib.suppress(OSError, struct.error):
+        if hasattr(socket, "TCP_INFO") and not unread(sock):
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            return float(struct.unpack_from("=I", info, LAST_DATA_RECEIVED)[0]) / 1000
+    return 0.0
+
+
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 connection that knows since when it waits for its peer."""
 
-    def __init__(self, listener: Listener, over_limit: bool, **uvicorn_args: Any) -> None:
+    def __init__(self, listener: Listener, over_limit: bool, silent_s: float = 0.0, **uvicorn_args: Any) -> None:
         super().__init__(**uvicorn_args)
-        self._listener, self._over_limit = listener, over_limit
-        self._waits_for_request_since: float | None = self.loop.time()
+        self._listener, self._over_limit, self._has_asked = listener, over_limit, False
+        self._waits_for_request_since: float | None = self.loop.time() - silent_s
         self._untaken_bytes, self._took_at = 0, self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -106,7 +126,7 @@ class Connection(H11Protocol):
         self.app_state = {"over_limit": self._over_limit, "crowded": self._listener.crowded}
         super().handle_events()
         if self._replying:
-            self._waits_for_request_since = None
+            self._waits_for_request_since, self._has_asked = None, True
             self._unset_keepalive_if_required()
             if self.flow.read_paused and not self.cycle.more_body and len(self.conn.trailing_data[0]) < MAX_PIPELINED_BYTES:
                 self.flow.resume_reading()
@@ -140,7 +160,8 @@ class Connection(H11Protocol):
             if self._waits_for_request_since is not None:  # not before it has the reply
                 self._waits_for_request_since = now
         else:
-            request_s = REFUSAL_S if self._over_limit else KEEP_ALIVE_S
+            is_idle = self._listener.is_full and not self._has_asked and not unread(self.transport.get_extra_info("socket"))
+            request_s = REFUSAL_S if self._over_limit or is_idle else KEEP_ALIVE_S
             late = self._waits_for_request_since is not None and now - self._waits_for_request_since > request_s
             late = late and not self.transport.is_closing()
         if late:
@@ -164,6 +185,11 @@ class Listener:
     def crowded(self) -> bool:
         """Replies end their connection, so that idle ones cannot hold all places."""
         return self._num_taken > self._limit * 3 // 4
+
+    @property
+    def is_full(self) -> bool:
+        """All places are taken."""
+        return self._num_taken >= self._limit
 
     def close(self) -> None:
         """Take no more connections; those there are live on."""
@@ -205,14 +231,18 @@ class Listener:
                 self._pause()
                 self._loop.call_later(1.0, self._listen)
                 return
-            task = self._loop.create_task(self._greet(sock, over_limit=self._num_taken >= self._limit))
+            silence = silent_s(sock)
+            if self.is_full and silence > REFUSAL_S:
+                sock.close()  # as a place would be taken from it
+                continue
+            task = self._loop.create_task(self._greet(sock, self.is_full, silence))
             self._num_taken += 1
             self._greetings.add(task)
             task.add_done_callback(self._greetings.discard)
 
-    async def _greet(self, sock: socket.socket, over_limit: bool) -> None:
+    async def _greet(self, sock: socket.socket, over_limit: bool, silent_s: float) -> None:
         def connection() -> Connection:
-            return Connection(self, over_limit, config=self._config, server_state=self._state, app_state={}, _loop=self._loop)
+            return Connection(self, over_limit, silent_s, config=self._config, server_state=self._state, app_state={}, _loop=self._loop)
 
         sock.setblocking(False)
         try:

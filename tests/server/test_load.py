@@ -90,6 +90,22 @@ def test_more_callers_than_files_are_all_answered(serving: Any, until: Until) ->
     assert told["answered"] >= 104
 
 
+def test_connections_that_say_nothing_keep_nobody_out(serving: Any, until: Until) -> None:
+    """Ten times as many as there are places, some with half a request: probes are answered, then calls are, then nothing is left."""
+    with serving(first=f"from rollsync.rollout.server import connections\nconnections.KEEP_ALIVE_S = 3600\n{file_limit(128)}") as server:
+        idle = server.holds()
+        with contextlib.ExitStack() as stack:
+            for i in range(320):
+                sock = stack.enter_context(socket.create_connection(server.address))
+                if i < 8:
+                    sock.send(b"GET /hea")
+            with socket.create_connection(server.address, timeout=60) as probe:
+                probe.send(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                assert probe.recv(4096).startswith(b"HTTP/1.1 200")
+            until(lambda: asyncio.run(raw_call(server.address)) == "answered", 60)
+        until(lambda: server.holds() == idle, 20)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [1024, 20000])
 def test_two_thousand_callers(serving: Any, until: Until, files: int) -> None:
@@ -174,7 +190,7 @@ class Taker:
 def test_only_a_peer_that_takes_nothing_is_dropped_with_its_reply() -> None:
     async def run() -> None:
         config = uvicorn.Config(lambda: None, lifespan="off")
-        listener, state, loop = SimpleNamespace(made=None), uvicorn.server.ServerState(), asyncio.get_running_loop()
+        listener, state, loop = SimpleNamespace(made=None, is_full=False), uvicorn.server.ServerState(), asyncio.get_running_loop()
         reader = Connection(listener, False, config=config, server_state=state, app_state={}, _loop=loop)  # type: ignore[arg-type]
         reader.transport = taker = Taker()  # type: ignore[assignment]
         now = loop.time()
