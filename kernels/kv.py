@@ -51,9 +51,25 @@ class NativeKv:
         self.layout = layout
         self._region = Region(layout.nbytes)
         self.address = self._region.address
+        self._start_populating()
+
+    def _start_populating(self) -> None:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._populate, name="rollsync-kv", daemon=True)
         self._thread.start()
+
+    def _stop_populating(self) -> None:
+        self._closing.set()
+        self._thread.join()  # at most one chunk away
+
+    def release(self) -> None:
+        """Give the pages' memory to the system; what they held is lost. `address` stays."""
+        self._stop_populating()
+        self._region.release()
+
+    def resume(self) -> None:
+        """Have memory behind the pages again."""
+        self._start_populating()
 
     def _populate(self) -> None:
         if hasattr(os, "setpriority") and sys.platform == "linux":  # there a thread has a priority of its own
@@ -63,8 +79,7 @@ class NativeKv:
                 return
 
     def close(self) -> None:
-        self._closing.set()
-        self._thread.join()  # at most one chunk away
+        self._stop_populating()
         self._region.close()
 
 
@@ -73,9 +88,16 @@ class ReferenceKv:
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
+        self.resume()
+
+    def resume(self) -> None:
+        layout = self.layout
         shape = (layout.num_blocks, layout.num_layers, layout.block_tokens, layout.kv_heads, layout.head_dim)
         self.k: Tensor = torch.zeros(shape, dtype=layout.dtype)
         self.v: Tensor = torch.zeros(shape, dtype=layout.dtype)
+
+    def release(self) -> None:
+        self.k = self.v = torch.empty(0)
 
     def close(self) -> None:
         self.k = self.v = torch.empty(0)

@@ -8,6 +8,7 @@ import mmap
 
 _HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it
+_DONTNEED = 4  # MADV_DONTNEED
 _LIBC = ctypes.CDLL(None)
 
 
@@ -28,6 +29,11 @@ class Region:
     def populate(self, offset: int, size: int) -> bool:
         """Have the system back [offset, offset + size) now instead of at first use; False where it cannot."""
         return bool(_LIBC.madvise(ctypes.c_void_p(self.address + offset), ctypes.c_size_t(size), _POPULATE_WRITE) == 0)
+
+    def release(self) -> None:
+        """Give what backs the region to the system. It reads as zeros afterwards, at the same address."""
+        if _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(-(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE), _DONTNEED) != 0:
+            raise OSError("the system does not take memory back (madvise)")
 
     def close(self) -> None:
         """Give the memory back. Views of it must be gone; if some are not, it goes with the last of them."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 BUILDS = ("amx", "avx512", "avx2")
 _NEEDS = {
@@ -127,6 +130,8 @@ class NativeLibrary:
         self._lib.rs_pack.argtypes = [c_int, c_void_p, c_void_p, c_int64, *layout]
         self._lib.rs_unpack.argtypes = [c_int, c_void_p, c_void_p, c_int64, *layout]
         self._lib.rs_run.argtypes = [c_void_p, c_int, c_int, c_void_p, c_int, c_void_p]
+        self._lib.rs_digest.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_uint64, c_uint64, c_void_p]
+        self._lib.rs_digest.restype = None
         self._lib.rs_pack.restype = self._lib.rs_unpack.restype = self._lib.rs_run.restype = None
 
     def packed_elems(self, dtype: int, n: int, k: int, interleave: bool) -> int:
@@ -144,6 +149,20 @@ class NativeLibrary:
     ) -> None:
         """Read a slice back, bit for bit."""
         self._lib.rs_unpack(dtype, src, dst, ld_dst, n, k, interleave, row0, rows, col0, cols)
+
+    def digest(self, values: Tensor, first: int, width: int) -> tuple[int, int]:
+        """What a piece of a tensor adds to its digest modulo 2**64 (see weight_sync/digest.py), and its elements that are not finite.
+
+        Args:
+            values: [rows, cols] bfloat16, float32 or float16; rows may be strided.
+            first: row-major place of its first element in the whole tensor.
+            width: places from one row to the next.
+        """
+        out = (c_uint64 * 2)()
+        rows, cols = values.shape
+        code = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}[values.dtype]
+        self._lib.rs_digest(code, values.data_ptr(), values.stride(0), rows, cols, first, width, out)
+        return out[0], out[1]
 
     def run(self, ops: Any, begin: int, end: int, step: Step, threads: int) -> None:
         """Run ops [begin, end) on one step; the GIL is released meanwhile."""

@@ -6,9 +6,9 @@ N outputs and K inputs of a linear layer, V vocabulary, D width.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,11 +44,29 @@ class Weights(Protocol):
     specs: Mapping[str, WeightSpec]
     nbytes: int
 
-    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor) -> None:
+    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor, *, shadow: bool = False) -> None:
         """Copy a 1-D or 2-D slice of the logical parameter to (dst_row, dst_col)."""
 
-    def read(self, param: str) -> Tensor:
+    def read(self, param: str, *, shadow: bool = False) -> Tensor:
         """The logical parameter, bit for bit as written."""
+
+    def reserve_shadow(self) -> None:
+        """Have a second copy to write to while the live one is read. Twice is fine."""
+
+    def seed_shadow(self, param: str) -> None:
+        """Make the shadow of a parameter equal to its live side, before only a part of it is written."""
+
+    def flip(self, params: Iterable[str]) -> None:
+        """Shadow becomes live and live shadow, between two steps. The only thing a commit does to weights."""
+
+    def live_bytes(self) -> Iterator[memoryview]:
+        """Memory of every live parameter as it lies, to be saved and put back."""
+
+    def release(self) -> None:
+        """Give the memory of both sides to the system; what they held is lost."""
+
+    def resume(self) -> None:
+        """Have memory again, all zeros."""
 
     def close(self) -> None:
         """Free the memory. Nothing reads it after this."""
@@ -62,79 +80,128 @@ def _check_slice(name: str, spec: WeightSpec, row: int, col: int, tensor: Tensor
     return rows, cols
 
 
+def _zeros(specs: Mapping[str, WeightSpec], dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {name: (s.n,) if s.layout in ("vector", "bias") else (s.n, s.k) for name, s in specs.items()}
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
 class ReferenceWeights:
     """Plain tensors by name."""
 
     def __init__(self, specs: Mapping[str, WeightSpec], dtype: torch.dtype) -> None:
         self.specs, self.dtype = specs, dtype
-        self.tensors = {
-            name: torch.zeros((s.n,) if s.layout in ("vector", "bias") else (s.n, s.k), dtype=dtype) for name, s in specs.items()
-        }
+        self.tensors = _zeros(specs, dtype)
         self.nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        self._shadow: dict[str, Tensor] = {}
 
-    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor) -> None:
+    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor, *, shadow: bool = False) -> None:
         rows, cols = _check_slice(param, self.specs[param], dst_row, dst_col, tensor, self.dtype)
-        target = self.tensors[param]
+        target = (self._shadow if shadow else self.tensors)[param]
         if target.ndim == 1:
             target[dst_row : dst_row + rows] = tensor
         else:
             target[dst_row : dst_row + rows, dst_col : dst_col + cols] = tensor.view(rows, cols)
 
-    def read(self, param: str) -> Tensor:
-        return self.tensors[param].clone()
+    def read(self, param: str, *, shadow: bool = False) -> Tensor:
+        return (self._shadow if shadow else self.tensors)[param].clone()
+
+    def reserve_shadow(self) -> None:
+        if not self._shadow:
+            self._shadow = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+
+    def seed_shadow(self, param: str) -> None:
+        self._shadow[param].copy_(self.tensors[param])
+
+    def flip(self, params: Iterable[str]) -> None:
+        for name in params:
+            self.tensors[name], self._shadow[name] = self._shadow[name], self.tensors[name]
+
+    def live_bytes(self) -> Iterator[memoryview]:
+        for tensor in self.tensors.values():
+            flat: Any = tensor.view(-1).view(torch.uint8).numpy()
+            yield memoryview(flat)
+
+    def release(self) -> None:
+        self.close()
+
+    def resume(self) -> None:
+        self.tensors.update(_zeros(self.specs, self.dtype))
 
     def close(self) -> None:
         self.tensors.clear()
+        self._shadow.clear()
 
 
 class NativeWeights:
     """All parameters in one region, packed by a native library; `table` holds their addresses in the order of `specs`.
 
-    A program refers to weights by index in `table`, so that another region can take this one's place between two steps.
+    A program refers to weights by index in `table`, so that a parameter's shadow can take its place between two steps.
     """
 
     def __init__(self, library: NativeLibrary, specs: Mapping[str, WeightSpec], dtype: torch.dtype) -> None:
-        self.specs, self.dtype, self._library = specs, dtype, library
+        self.specs, self.dtype, self.library = specs, dtype, library
         self._code = DTYPES[dtype]
         sizes = {name: self._size(spec) for name, spec in specs.items()}
         self.nbytes = sum(-(-size // _ALIGN) * _ALIGN for size in sizes.values())
+        self._sizes = sizes
         self._region = Region(self.nbytes)
+        self._shadow_region: Region | None = None
         self.table = (ctypes.c_void_p * len(specs))()
+        self._shadow: dict[str, int] = {}
         self.index: dict[str, int] = {}
-        offset = 0
-        for i, (name, size) in enumerate(sizes.items()):
+        for i, (name, offset) in enumerate(self._offsets()):
             self.table[i] = self._region.address + offset
             self.index[name] = i
+
+    def _offsets(self) -> Iterator[tuple[str, int]]:
+        offset = 0
+        for name, size in self._sizes.items():
+            yield name, offset
             offset += -(-size // _ALIGN) * _ALIGN
 
     def _size(self, spec: WeightSpec) -> int:
         item = self.dtype.itemsize
         if spec.layout in ("linear", "gate_up"):
-            return self._library.packed_elems(self._code, spec.n, spec.k, spec.layout == "gate_up") * item
+            return self.library.packed_elems(self._code, spec.n, spec.k, spec.layout == "gate_up") * item
         if spec.layout == "bias":
             return -(-spec.n // 32) * 32 * 4
         return spec.n * (spec.k if spec.layout == "rows" else 1) * item + 64
 
-    def address(self, param: str) -> int:
+    def address(self, param: str, shadow: bool = False) -> int:
         """Where a parameter lies."""
-        return int(self.table[self.index[param]] or 0)
+        return self._shadow[param] if shadow else int(self.table[self.index[param]] or 0)
 
-    def _plain(self, param: str) -> Tensor:
+    def reserve_shadow(self) -> None:
+        if self._shadow_region is None:
+            self._shadow_region = Region(self.nbytes)
+            self._shadow_region.populate(0, self.nbytes)
+            self._shadow = {name: self._shadow_region.address + offset for name, offset in self._offsets()}
+
+    def seed_shadow(self, param: str) -> None:
+        ctypes.memmove(self.address(param, shadow=True), self.address(param), self._sizes[param])
+
+    def flip(self, params: Iterable[str]) -> None:
+        for name in params:
+            live = self.address(name)
+            self.table[self.index[name]] = self._shadow[name]
+            self._shadow[name] = live
+
+    def _plain(self, param: str, shadow: bool) -> Tensor:
         spec = self.specs[param]
         dtype = torch.float32 if spec.layout == "bias" else self.dtype
         count = spec.n * (spec.k if spec.layout == "rows" else 1)
-        raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.address(param))
+        raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.address(param, shadow))
         flat = torch.frombuffer(raw, dtype=dtype)
         return flat.view(spec.n, spec.k) if spec.layout == "rows" else flat
 
-    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor) -> None:
+    def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor, *, shadow: bool = False) -> None:
         spec = self.specs[param]
         rows, cols = _check_slice(param, spec, dst_row, dst_col, tensor, self.dtype)
         if spec.layout in ("linear", "gate_up"):
             source = tensor.contiguous()
-            self._library.pack(
+            self.library.pack(
                 self._code,
-                self.address(param),
+                self.address(param, shadow),
                 source.data_ptr(),
                 cols,
                 spec.n,
@@ -146,19 +213,33 @@ class NativeWeights:
                 cols,
             )
         elif spec.layout == "rows":
-            self._plain(param)[dst_row : dst_row + rows, dst_col : dst_col + cols] = tensor.view(rows, cols)
+            self._plain(param, shadow)[dst_row : dst_row + rows, dst_col : dst_col + cols] = tensor.view(rows, cols)
         else:
-            self._plain(param)[dst_row : dst_row + rows] = tensor.view(rows)
+            self._plain(param, shadow)[dst_row : dst_row + rows] = tensor.view(rows)
 
-    def read(self, param: str) -> Tensor:
+    def read(self, param: str, *, shadow: bool = False) -> Tensor:
         spec = self.specs[param]
         if spec.layout not in ("linear", "gate_up"):
-            return self._plain(param).to(self.dtype, copy=True)
+            return self._plain(param, shadow).to(self.dtype, copy=True)
         out = torch.empty(spec.n, spec.k, dtype=self.dtype)
-        self._library.unpack(
-            self._code, self.address(param), out.data_ptr(), spec.k, spec.n, spec.k, spec.layout == "gate_up", 0, spec.n, 0, spec.k
+        self.library.unpack(
+            self._code, self.address(param, shadow), out.data_ptr(), spec.k, spec.n, spec.k, spec.layout == "gate_up", 0, spec.n, 0, spec.k
         )
         return out
 
+    def live_bytes(self) -> Iterator[memoryview]:
+        for name, size in self._sizes.items():
+            yield memoryview((ctypes.c_char * size).from_address(self.address(name))).cast("B")
+
+    def release(self) -> None:
+        for region in (self._region, self._shadow_region):
+            if region is not None:
+                region.release()
+
+    def resume(self) -> None:
+        return None  # the addresses stand; memory comes with the first write
+
     def close(self) -> None:
         self._region.close()
+        if self._shadow_region is not None:
+            self._shadow_region.close()

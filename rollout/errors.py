@@ -60,6 +60,13 @@ class IllegalState(RollsyncError):
     code = "illegal_state"
 
 
+class UpdateRefused(RollsyncError):
+    """A weight update does not fit the model or is not what the sender says; the message lists everything. The old weights serve on."""
+
+    status = 422
+    code = "update_refused"
+
+
 class Overloaded(RollsyncError):
     """The waiting queue is full; try again later."""
 
@@ -78,6 +85,13 @@ class ShuttingDown(EngineDead):
     """The server was told to end; what was in flight is lost."""
 
     code = "shutting_down"
+
+
+class UnknownUpdate(RollsyncError):
+    """No weight update of this id is open or remembered."""
+
+    status = 404
+    code = "unknown_update"
 
 
 class UnknownRequest(RollsyncError):

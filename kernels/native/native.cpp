@@ -12,6 +12,7 @@
 #include <unistd.h>
 #endif
 
+#include "digest.h"
 #include "sampler.h"
 
 namespace {
@@ -227,6 +228,15 @@ void rs_unpack(int dtype, const void* src, void* dst, int64_t ld_dst, int n, int
     unpack((const float*)src, (float*)dst, ld_dst, n, k, interleave, row0, rows, col0, cols);
   else
     unpack((const bf16*)src, (bf16*)dst, ld_dst, n, k, interleave, row0, rows, col0, cols);
+}
+
+// Adds to out[0] the digest of a piece of a tensor and to out[1] how many of its elements are not finite. dtype: 0 bfloat16,
+// 1 float32, 2 float16.
+void rs_digest(int dtype, const void* src, int64_t ld, int64_t rows, int64_t cols, uint64_t first, uint64_t width, uint64_t* out) {
+  if (dtype == 1)
+    digest_rows((const uint32_t*)src, ld, rows, cols, first, width, 0x7F800000u, out[0], out[1]);
+  else
+    digest_rows((const uint16_t*)src, ld, rows, cols, first, width, (uint16_t)(dtype ? 0x7C00 : 0x7F80), out[0], out[1]);
 }
 
 // Ops [begin, end) of a program on one step, in one parallel region. `parallel` is GOMP_parallel of the OpenMP runtime that

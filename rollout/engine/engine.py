@@ -15,6 +15,7 @@ from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Ov
 from ..fields import did_you_mean
 from .admission import check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from .control import Control
 from .generate import RolloutOutput, generate, score
 from .params import SamplingParams
 from .prompts import Prompt
@@ -105,6 +106,8 @@ class Engine:
         self._stepping = threading.Lock()
         self._seconds = {"plan": 0.0, "execute": 0.0, "update": 0.0}
         self._num_generate_calls = 0
+        self.control = Control(self)
+        """pause, sleep, weight updates"""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -199,7 +202,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` would do something now; false while paused, however much waits."""
+        return self.scheduler.has_work and self.control.may_step
 
     def step(self) -> list[SampleOutput]:
         """One forward pass. Returns final outputs, and deltas of requests that stream.
@@ -283,6 +287,15 @@ class Engine:
         self._num_generate_calls += 1
         return f"generate-{self._num_generate_calls}"
 
+    def poll(self) -> list[SampleOutput]:
+        """Between two steps: end pauses, drains and updates whose time is over. Final outputs that verbs of `control` caused."""
+        self.control.poll()
+        return self.control.take_outputs()
+
+    def next_deadline(self) -> float | None:
+        """time.monotonic() at which `poll` has something to do."""
+        return self.control.next_deadline()
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; cheap."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
@@ -293,6 +306,7 @@ class Engine:
             "total_blocks": blocks.num_blocks,
             "cached_blocks": blocks.num_cached,
             "weight_version": self.weight_version,
+            "state": self.control.status(),
             **scheduler.counters,
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
         }

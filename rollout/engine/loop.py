@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import BadRequest, RollsyncError, describe
+from ..errors import BadRequest, IllegalState, RollsyncError, describe
 from ..fields import did_you_mean
 from .columns import VALUE_COLUMNS, empty_output
+from .control import Control
 from .types import RolloutRequest, SampleOutput
+from .weight_lane import WeightLane
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,12 @@ class EngineLike(Protocol):
         reason: str = ...,
     ) -> list[SampleOutput]: ...
     def step(self) -> list[SampleOutput]: ...
+    def poll(self) -> list[SampleOutput]:
+        """Between two steps: carry out what time or a command brought about. Final outputs it caused."""
+
+    def next_deadline(self) -> float | None:
+        """time.monotonic() at which `poll` has work even if nothing comes in."""
+
     def stats(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -134,7 +142,58 @@ def _status(engine: EngineLike, sink: Sink) -> dict[str, Any]:
     return engine.stats()
 
 
-VERBS: dict[str, Callable[..., Any]] = {"abort": _abort, "status": _status}
+class Later:
+    """What a verb returns whose answer comes when it is true; `poll` calls `reply`."""
+
+    def __init__(self) -> None:
+        self.reply: Reply = lambda value: None
+
+
+def _pause(engine: Any, sink: Sink, **args: Any) -> Any:
+    later = Later()
+    report = engine.control.pause(**args, reply=lambda value: later.reply(value))
+    return later if report["draining"] else report
+
+
+def _controlled(name: str) -> Callable[..., Any]:
+    """A verb that is a method of `Control`, with its arguments."""
+
+    def verb(engine: Any, sink: Sink, **args: Any) -> Any:
+        return getattr(engine.control, name)(**args)
+
+    return _takes(verb, name)
+
+
+def _takes(verb: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Give `verb` the signature of a method of `Control`, by which a caller's arguments are checked."""
+    own = list(inspect.signature(verb).parameters.values())[:2]
+    method = [p for p in inspect.signature(getattr(Control, name)).parameters.values() if p.name not in ("self", "reply")]
+    verb.__signature__ = inspect.Signature([*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in method)])  # type: ignore[attr-defined]
+    return verb
+
+
+def _open_update(engine: Any, sink: Sink, **args: Any) -> Any:
+    return engine.control.open_update(**args).status()
+
+
+def _digests(engine: Any, sink: Sink) -> Any:
+    return {name: f"{value:016x}" for name, value in engine.runner.updates.digests().items()}
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "abort": _abort,
+    "status": _status,
+    "pause": _takes(_pause, "pause"),
+    "resume": _controlled("resume"),
+    "sleep": _controlled("sleep"),
+    "wake": _controlled("wake"),
+    "state": _controlled("status"),
+    "open_update": _takes(_open_update, "open_update"),
+    "commit_update": _controlled("commit_update"),
+    "abort_update": _controlled("abort_update"),
+    "update_status": _controlled("update_status"),
+    "digests": _digests,
+}
 """the commands; each runs between two steps on the thread that owns the engine"""
 
 
@@ -154,6 +213,7 @@ class EngineLoop:
     def __init__(self, build: Callable[[], EngineLike], sink: Sink) -> None:
         self._build, self._sink = build, sink
         self._queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._lane: WeightLane | None = None
         self._closing = False
         self._steps = 0
         self._stats_at = 0.0
@@ -170,6 +230,13 @@ class EngineLoop:
     def command(self, verb: str, args: dict[str, Any], reply: Reply) -> None:
         """Queue a command; `reply` is called on the loop's thread."""
         self._queue.put(("command", verb, args, reply))
+
+    def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], reply: Reply) -> None:
+        """Hand a chunk of a weight update to the lane beside the engine's thread; `reply` is called there."""
+        if self._lane is None:
+            reply(IllegalState("the engine is not serving yet: open an update first"))
+        else:
+            self._lane.chunk(update_id, sender, sequence, where, reply)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End after the step in progress. False if the thread did not end in time."""
@@ -188,6 +255,8 @@ class EngineLoop:
             self._beat("dead")
             self._sink.failed(error)
             return
+        if isinstance(control := getattr(engine, "control", None), Control):
+            self._lane = WeightLane(control)
         self._sink.ready(engine)
         self._publish(engine, force=True)
         try:
@@ -197,6 +266,8 @@ class EngineLoop:
             self._beat("dead")
             self._sink.dead(traceback.format_exc())
         finally:
+            if self._lane is not None:
+                self._lane.close()
             with contextlib.suppress(Exception):
                 engine.close()
 
@@ -205,6 +276,8 @@ class EngineLoop:
             self._drain(engine)
             if self._closing:
                 return
+            if outputs := engine.poll():
+                deliver(engine, self._sink, outputs)
             if engine.has_work:
                 self._beat("step")
                 outputs = engine.step()
@@ -221,13 +294,19 @@ class EngineLoop:
         changed = False
         while True:
             try:
-                item = self._queue.get(block=block)
+                item = self._queue.get(block, self._patience(engine) if block else None)
             except queue.Empty:
                 break
             block = False
             changed = self._handle(engine, item) or changed
         if changed:
             self._publish(engine, force=not engine.has_work)
+
+    @staticmethod
+    def _patience(engine: EngineLike) -> float | None:
+        """Seconds to sleep at most; None for as long as nothing comes."""
+        deadline = engine.next_deadline()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _handle(self, engine: EngineLike, item: tuple[Any, ...]) -> bool:
         """Take one request or run one command. True if the engine's numbers may have changed."""
@@ -248,6 +327,9 @@ class EngineLoop:
             if verb not in VERBS:
                 raise BadRequest(f"command must be one of {', '.join(VERBS)}, got {verb!r}", field="verb")
             value: Any = _call(VERBS[verb], engine, self._sink, args)
+            if isinstance(value, Later):
+                value.reply = reply
+                return True
         except RollsyncError as error:
             value = error
         except Exception as error:  # one command's fault must not end the others' requests

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -19,6 +21,7 @@ from ...kernels.weights import NativeWeights, ReferenceWeights
 from ..errors import ConfigError
 from ..models import decoder
 from ..models.config import DecoderConfig, load_decoder_config, resolve_model_path
+from ..models.gguf_cache import cache_root
 from ..models.layers import all_rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
 from ..models.params import num_parameters
@@ -28,6 +31,7 @@ from .config import EngineConfig
 from .planner import MAX_FORCED_ROWS
 from .runner_info import RunnerInfo
 from .types import StepPlan, StepResult
+from .weight_updates import WeightUpdates
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +115,13 @@ def _ignore(phase: str, fraction: float) -> None:
     return None
 
 
+def _fill(view: memoryview, file: IO[bytes]) -> None:
+    data = file.read(len(view))
+    if len(data) != len(view):
+        raise OSError(f"the weights kept in a file end {len(view) - len(data)} bytes early")
+    view[:] = data
+
+
 class ModelRunner:
     """Loads what `config` names and executes step plans.
 
@@ -121,9 +132,6 @@ class ModelRunner:
     Raises:
         ConfigError: the model, or a setting for it, cannot be used here.
     """
-
-    version = 0
-    """weight version of the next forward pass"""
 
     def __init__(self, config: EngineConfig, *, progress: Progress = _ignore) -> None:
         path, load_format = resolve_model_path(config.model), config.load_format
@@ -169,6 +177,8 @@ class ModelRunner:
         except BaseException:
             self.close()
             raise
+        self.updates = WeightUpdates(model, self.weights)
+        self._kept: IO[bytes] | None = None
         self.info = RunnerInfo(
             model=config.model,
             num_blocks=layout.num_blocks,
@@ -262,7 +272,7 @@ class ModelRunner:
         top_ids, top_logprobs = self._top(R)
         return StepResult(
             step=plan.step,
-            version=self.version,
+            version=self.updates.version,
             token_ids=a["out_token"][:R].tolist(),
             logprobs=a["out_logprob"][:R].tolist(),
             temperature_logprobs=a["out_temperature_logprob"][:R].tolist(),
@@ -285,6 +295,31 @@ class ModelRunner:
             values = a[name]
             found.append([values[r, :count].tolist() if count else [] for r, count in enumerate(counts.tolist())])
         return found[0], found[1]
+
+    def sleep(self, tag: str, keep: bool) -> None:
+        """Give memory to the system: the KV pool's, or that of the weights (`keep`: written to a file without a name first)."""
+        if tag == "kv_cache":
+            self._kv.release()
+            return
+        if keep:
+            cache_root().mkdir(parents=True, exist_ok=True)
+            self._kept = tempfile.TemporaryFile(prefix="rollsync-weights-", dir=cache_root())  # noqa: SIM115 (closed by wake)
+            for view in self.weights.live_bytes():
+                self._kept.write(view)
+        self.weights.release()
+
+    def wake(self, tag: str) -> None:
+        """Have that memory again; weights that were not kept are zeros."""
+        if tag == "kv_cache":
+            self._kv.resume()
+            return
+        self.weights.resume()
+        if self._kept is not None:
+            self._kept.seek(0)
+            for view in self.weights.live_bytes():
+                _fill(view, self._kept)
+            self._kept.close()
+            self._kept = None
 
     def close(self) -> None:
         """Free the KV pool, the weights and the buffers. Nothing runs after this."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from ...weight_sync.manifest import Manifest
 from .config import EngineConfig
 from .types import StepPlan, StepResult
 
@@ -43,12 +45,50 @@ class RunnerInfo:
     """numerics fingerprint (kernels/fingerprint.py): runners with equal ones give equal bits"""
 
 
+class UpdatesLike(Protocol):
+    """What the engine asks of the ranks. One rank here; several answer as one (every rank prepared, then all flip)."""
+
+    version: int
+    """weight version of the next forward pass"""
+
+    def open(self, manifest: Manifest, *, mode: str, staged: bool) -> list[str]:
+        """Get ready for an update, or say all that keeps it from fitting and change nothing."""
+
+    def chunk(self, sender: int, sequence: int, data: Any) -> bool:
+        """Take in a bucket; from any thread. False for one that had come before. Raises ChunkError."""
+
+    def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
+        """First phase of a commit: everything wrong with what has come."""
+
+    def commit(self, version: int) -> None:
+        """Second phase, between two steps: what was written is live, under this version. Cannot fail."""
+
+    def abort(self) -> bool:
+        """Forget the update. True if a byte of it had been applied."""
+
+    def progress(self) -> dict[str, Any]:
+        """Bytes and chunks of the open update; from any thread."""
+
+    def digests(self) -> dict[str, int]:
+        """Of the live weights, by checkpoint name, in the engine's dtype."""
+
+
 class Runner(Protocol):
     """Executes step plans. One rank, or the front of several."""
 
     @property
+    def updates(self) -> UpdatesLike:
+        """Where new weights go."""
+
+    @property
     def info(self) -> RunnerInfo:
         """Facts of the loaded model."""
+
+    def sleep(self, tag: str, keep: bool) -> None:
+        """Give the memory of "weights" or "kv_cache" to the system; `keep` the weights' contents elsewhere."""
+
+    def wake(self, tag: str) -> None:
+        """Have it back, with what was kept. Raises OSError or MemoryError, and may then be tried again."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One forward pass; one value per logits row of `plan`, in its order."""

@@ -27,6 +27,11 @@ _FORMAT = 1
 """part of the folder's name: raise it when what is written changes"""
 
 
+def cache_root() -> Path:
+    """$ROLLSYNC_CACHE, else ~/.cache/rollsync."""
+    return Path(os.environ.get("ROLLSYNC_CACHE") or "~/.cache/rollsync").expanduser()
+
+
 def cached_checkpoint(
     gguf_path: str | os.PathLike[str],
     cache_dir: str | os.PathLike[str] | None = None,
@@ -48,7 +53,7 @@ def cached_checkpoint(
     """
     path = Path(gguf_path).resolve()
     gguf = GgufFile(path)
-    root = Path(cache_dir or os.environ.get("ROLLSYNC_CACHE") or "~/.cache/rollsync").expanduser()
+    root = Path(cache_dir).expanduser() if cache_dir else cache_root()
     target = root / f"{path.stem}-{_digest(path)}"
     if target.is_dir():
         return target

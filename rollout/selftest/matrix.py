@@ -78,6 +78,7 @@ class _Watch:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.info: RunnerInfo = runner.info
+        self.updates, self.sleep, self.wake = runner.updates, runner.sleep, runner.wake
         self.forget()
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute
 
 from .. import metrics
 from ..errors import NoSuchRoute, RollsyncError
-from . import control, openai, openai_schemas, reply_schemas, token_routes
+from . import control, openai, openai_schemas, reply_schemas, token_routes, weights
 from .encoding import encode_aside
 from .engine_client import EngineProcess
 from .guard import Access, Guard, RouteNeeds
@@ -156,8 +156,8 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-ROUTERS = (router, token_routes.router, openai.router)
-COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **token_routes.COMPONENTS, **openai_schemas.COMPONENTS}
+ROUTERS = (router, token_routes.router, openai.router, weights.router)
+COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **token_routes.COMPONENTS, **openai_schemas.COMPONENTS, **weights.COMPONENTS}
 """schemas by name, of bodies and replies of every router"""
 
 

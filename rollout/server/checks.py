@@ -110,6 +110,21 @@ def choice(*names: str) -> Check:
     return run
 
 
+def names(*allowed: str) -> Check:
+    """A list of some of these strings, each counted once."""
+
+    @check({"type": "array", "items": {"type": "string", "enum": list(allowed)}})
+    def run(path: str, value: Any) -> Any:
+        if not isinstance(value, list):
+            raise fail(path, f"a list of {', '.join(allowed)}", value)
+        for i, name in enumerate(value):
+            if not isinstance(name, str) or name not in allowed:
+                raise fail(f"{path}[{i}]", f"one of {', '.join(allowed)}", name)
+        return list(dict.fromkeys(value))
+
+    return run
+
+
 def ref(name: str) -> Schema:
     """The component schema of this name (see openapi.py)."""
     return {"$ref": f"#/components/schemas/{name}"}

@@ -193,20 +193,31 @@ class EngineProcess:
 
     async def command(self, verb: str, timeout_s: float = 30.0, **args: Any) -> Any:
         """Run a command between two steps. EngineDead if no reply came within `timeout_s`."""
-        number = self._send_command(verb, args)
+        return await self.run(verb, args, timeout_s)
+
+    async def run(self, verb: str, args: dict[str, Any], timeout_s: float = 30.0) -> Any:
+        """`command`, for verbs whose arguments have names of ours."""
+        return await self._ask(repr(verb), timeout_s, "command", verb, args)
+
+    async def _ask(self, what: str, timeout_s: float, kind: str, *message: Any) -> Any:
+        number = self._send_numbered(kind, *message)
         future = self._replies[number] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            raise EngineDead(f"the engine did not answer {verb!r} within {timeout_s:g} s (phase {self.snapshot.phase})") from None
+            raise EngineDead(f"the engine did not answer {what} within {timeout_s:g} s (phase {self.snapshot.phase})") from None
         finally:
             del self._replies[number]
+
+    async def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], timeout_s: float = 60.0) -> Any:
+        """Hand a chunk of a weight update over; it is taken in beside the steps."""
+        return await self._ask(f"chunk {sender}/{sequence}", timeout_s, "chunk", update_id, sender, sequence, where)
 
     def abort_quietly(self, request_ids: list[str], reason: str) -> None:
         """Free requests nobody waits for; no reply is awaited."""
         if self.dead is None and request_ids:
             with contextlib.suppress(EngineDead):  # then nothing is left to free
-                self._send_command("abort", {"request_ids": request_ids, "reason": reason})
+                self._send_numbered("command", "abort", {"request_ids": request_ids, "reason": reason})
 
     async def stop(self, timeout_s: float = 4.0) -> None:
         """End the child: SIGTERM, then SIGKILL. Waiters get EngineDead."""
@@ -238,11 +249,11 @@ class EngineProcess:
         except zmq.Again:  # its socket is gone; its exit status will follow
             raise EngineDead("the engine process has just ended") from None
 
-    def _send_command(self, verb: str, args: dict[str, Any]) -> int:
+    def _send_numbered(self, kind: str, *message: Any) -> int:
         if self.dead is not None:
             raise self.lost()
         self._numbers += 1
-        self._send("command", self._numbers, verb, args)
+        self._send(kind, self._numbers, *message)
         return self._numbers
 
     async def _read_messages(self) -> None:

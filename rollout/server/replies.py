@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -63,21 +64,29 @@ class BodyRoom:
         self.taken_bytes += num_bytes
 
 
-async def take(request: Request, parse: Callable[[Any], T]) -> T:
-    """What `parse` makes of the body; a large one is decoded and checked in a worker thread."""
+@contextlib.asynccontextmanager
+async def body_of(request: Request) -> AsyncIterator[bytes]:
+    """The whole body, counted in the room of all bodies for as long as the block lasts."""
     room: BodyRoom = request.app.state.bodies
     chunks: list[bytes] = []
     try:
         async for chunk in _body_chunks(request, room.limit_bytes):
             room.take(len(chunk))
             chunks.append(chunk)
-        body = b"".join(chunks)
+        yield b"".join(chunks)
+    finally:
+        room.taken_bytes -= sum(map(len, chunks))
+
+
+async def take(request: Request, parse: Callable[[Any], T], *, empty: Any = None) -> T:
+    """What `parse` makes of the body; a large one is decoded and checked in a worker thread. `empty` stands for no body at all."""
+    async with body_of(request) as body:
+        if not body and empty is not None:
+            return parse(empty)
         kind = request.headers.get("content-type", "application/json")
         if len(body) < ASIDE_BYTES:
             return parse(decode_body(body, kind))
         return await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
-    finally:
-        room.taken_bytes -= sum(map(len, chunks))
 
 
 def reply(request: Request, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollsync.rollout.engine.config import EngineConfig
+from rollsync.rollout.engine.lifecycle import Lifecycle
 from rollsync.rollout.engine.types import RolloutRequest, SampleOutput
-from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong, UnsupportedModel
+from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong, UnknownUpdate, UnsupportedModel, UpdateRefused
+from rollsync.weight_sync.manifest import Manifest, ManifestError
 
 CRASH = 99
 VOCAB = 256
@@ -39,12 +41,50 @@ class _Running:
         return room if most is None else min(most, room)
 
 
+class FakeControl:
+    """Checks what it is asked as the real one does, and gives a lease back at once: nobody's calls stand still."""
+
+    def __init__(self) -> None:
+        self.lifecycle = Lifecycle(time.monotonic)
+
+    def status(self) -> dict[str, Any]:
+        return self.lifecycle.status()
+
+    def pause(self, mode: str = "keep", owner: str = "operator", ttl_s: float | None = None, **rest: Any) -> dict[str, Any]:
+        changed = self.lifecycle.pause(owner, mode, ttl_s)
+        self.lifecycle.resume(owner)
+        return {"changed": changed, "mode": mode, "draining": False, "aborted": 0, "recomputed": 0, "kept": 0, "drained": 0}
+
+    def resume(self, owner: str = "operator") -> dict[str, Any]:
+        return {"changed": self.lifecycle.resume(owner), "running": True, "reason": None}
+
+    def sleep(self, tags: list[str] | None = None, weights: str = "offload") -> dict[str, Any]:
+        return {"changed": bool(self.lifecycle.plan_sleep(tags, weights)), "freed_bytes": {}}
+
+    def wake(self, tags: list[str] | None = None) -> dict[str, Any]:
+        return {"changed": bool(self.lifecycle.plan_wake(tags)), "asleep": [], "running": True, "reason": None}
+
+    def open_update(self, manifest: Any, **rest: Any) -> Any:
+        try:
+            Manifest.from_wire(manifest)
+        except ManifestError as error:
+            raise UpdateRefused(str(error)) from None
+        raise UpdateRefused("a fake engine has no weights")
+
+    def find_update(self, update_id: str, **rest: Any) -> Any:
+        raise UnknownUpdate(f"there is no weight update {update_id!r}")
+
+    update_status = commit_update = abort_update = find_update
+
+
 class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.max_len = SHORT_LEN if config.model == "fake-short" else MAX_LEN
         blocks = {"num_blocks": 64, "block_tokens": 32, "kv_bytes": 1 << 20, "max_model_len": self.max_len}
         ids = {"vocab_size": VOCAB, "embed_size": VOCAB, "eos_token_ids": (2,)}
         self.info = SimpleNamespace(model=config.model, dtype="bfloat16", kernels="none", threads=1, weight_bytes=0, **blocks, **ids)
+        self.control = FakeControl()
+        self.runner = SimpleNamespace(updates=SimpleNamespace(digests=dict))
         self._running: list[_Running] = []
         self.steps = 0
 
@@ -102,6 +142,12 @@ class FakeEngine:
         self._running = [r for r in self._running if r not in done]
         deltas = [self._output(r, len(r.tokens) - 1) for r in self._running if r.request.stream]
         return deltas + [self._output(r, finish_reason="length") for r in done]
+
+    def poll(self) -> list[SampleOutput]:
+        return []
+
+    def next_deadline(self) -> float | None:
+        return None
 
     def stats(self) -> dict[str, Any]:
         num = len(self._running)

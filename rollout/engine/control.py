@@ -1,0 +1,388 @@
+"""What steers an engine between two steps: pause, sleep, and weight updates as transactions. Owned by the thread that steps.
+
+A verb changes nothing when it raises. `poll` carries out what time brings: leases that expire, updates whose deadline passes, drains
+that end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...weight_sync.manifest import Manifest, ManifestError
+from ...weight_sync.transports.links import Link, make_link
+from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
+from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, Lifecycle, check_choice
+from .types import SampleOutput
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger(__name__)
+
+APPLY = ("staged", "in_place")
+KV_POLICIES = ("recompute", "keep", "abort")
+MODES = ("full", "partial")
+DEFAULT_UPDATE_S = 600.0
+REMEMBERED_UPDATES = 64
+
+
+def resident_bytes() -> int:
+    """Anonymous memory of this process that the system has behind it."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+@dataclass(kw_only=True, slots=True)
+class Update:
+    """One weight update, from open to its end."""
+
+    id: str
+    manifest: Manifest
+    version: int
+    mode: str
+    apply: str
+    kv_policy: str
+    owner: str
+    expires_at: float
+    deadline_s: float
+    refuse_nonfinite: bool
+    link: Link
+    state: str = "open"
+    """open, committed or aborted"""
+    reason: str | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    """what the commit did"""
+    opened_at: float = 0.0
+
+    def status(self) -> dict[str, Any]:
+        shown = {name: getattr(self, name) for name in ("id", "version", "mode", "apply", "kv_policy", "owner", "state", "reason")}
+        return {**shown, "bytes": self.manifest.nbytes, **self.report}
+
+
+@dataclass(slots=True)
+class Drain:
+    """A pause that waits for running requests."""
+
+    owner: str
+    expires_at: float | None
+    then: str
+    """keep or abort: what becomes of the rest at the deadline"""
+    report: dict[str, Any]
+    reply: Callable[[dict[str, Any]], None] | None = None
+
+
+class Control:
+    """The verbs of one engine. `engine.control`."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock = engine, clock
+        self.lifecycle = Lifecycle(clock)
+        self.updates: dict[str, Update] = {}
+        """the last ones, by id; at most one is open"""
+        self._drain: Drain | None = None
+        self._outputs: list[SampleOutput] = []
+
+    # Facts
+
+    @property
+    def may_step(self) -> bool:
+        return self._drain is not None or self.lifecycle.why_not_running() is None
+
+    def status(self) -> dict[str, Any]:
+        return self.lifecycle.status()
+
+    def next_deadline(self) -> float | None:
+        """Clock time at which `poll` has something to do even if nothing comes in."""
+        times = [lease.expires_at for lease in self.lifecycle.leases.values() if lease.expires_at is not None]
+        times += [u.expires_at for u in self.updates.values() if u.state == "open"]
+        if self._drain is not None and self._drain.expires_at is not None:
+            times.append(self._drain.expires_at)
+        return min(times, default=None)
+
+    def take_outputs(self) -> list[SampleOutput]:
+        """Final outputs that verbs brought about since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def poll(self) -> None:
+        """Between two steps: end what is over."""
+        for lease in self.lifecycle.expire():
+            log.warning("the pause of %s expired after its ttl", lease.owner)
+        now = self._clock()
+        for update in list(self.updates.values()):
+            if update.state == "open" and now >= update.expires_at:
+                self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed")
+        if self._drain is not None:
+            self._poll_drain(self._drain, now)
+
+    # Scheduling
+
+    def pause(
+        self,
+        mode: str = "keep",
+        owner: str = DEFAULT_OWNER,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+        at_timeout: str = "abort",
+        reply: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Stop stepping; see design of the modes in docs/architecture.md. Returns what became of the requests.
+
+        Args:
+            mode: keep (they freeze with their KV), recompute (KV freed, prefilled again after), abort (they end with what they have),
+                drain (they finish first; "draining" is true in the reply, and `reply` gets the report once it is over).
+            ttl_s: the lease's life; None: until resumed.
+            timeout_s: how long a drain may take; then the rest is aborted or kept (`at_timeout`).
+        """
+        check_choice("at_timeout", at_timeout, ("abort", "keep"))
+        changed = self.lifecycle.pause(owner, mode, ttl_s)
+        report: dict[str, Any] = {"changed": changed, "mode": mode, "draining": False}
+        report |= dict.fromkeys(("aborted", "recomputed", "kept", "drained"), 0)
+        if mode == "drain" and self._engine.scheduler.has_work:
+            expires_at = None if timeout_s is None else self._clock() + timeout_s
+            report["before"] = self._engine.scheduler.counters["finished"]
+            self._drain = Drain(owner, expires_at, at_timeout, report, reply)
+            return {**report, "draining": True}
+        report.update(self._come_to_rest(mode))
+        if reply is not None:
+            reply(report)
+        return report
+
+    def _come_to_rest(self, mode: str) -> dict[str, Any]:
+        scheduler = self._engine.scheduler
+        if mode == "abort":
+            outputs = self._engine.abort(all=True, reason="paused")
+            self._outputs += outputs
+            return {"aborted": len(outputs)}
+        if mode == "recompute":
+            count = len(scheduler.running)
+            return {"recomputed": count, "recompute_tokens": scheduler.preempt_all()}
+        return {"kept": len(scheduler.running), "queued": scheduler.num_waiting}
+
+    def _poll_drain(self, drain: Drain, now: float) -> None:
+        scheduler = self._engine.scheduler
+        over = drain.expires_at is not None and now >= drain.expires_at
+        if drain.owner not in self.lifecycle.leases:  # resumed meanwhile
+            self._end_drain(drain, {"resumed": True})
+        elif not scheduler.has_work or over:
+            rest = self._come_to_rest(drain.then) if scheduler.has_work else {}
+            self._end_drain(drain, rest)
+
+    def _end_drain(self, drain: Drain, rest: dict[str, Any]) -> None:
+        self._drain = None
+        report = {**drain.report, **rest}
+        report["drained"] = self._engine.scheduler.counters["finished"] - report.pop("before")
+        if drain.reply is not None:
+            drain.reply(report)
+
+    def resume(self, owner: str | None = DEFAULT_OWNER) -> dict[str, Any]:
+        """Give back a lease; steps go on once no lease is left."""
+        changed = self.lifecycle.resume(owner)
+        return {"changed": changed, "running": self.lifecycle.why_not_running() is None, "reason": self.lifecycle.why_not_running()}
+
+    # Memory
+
+    def sleep(self, tags: Sequence[str] | None = None, weights: str = "offload") -> dict[str, Any]:
+        """Give memory to the system, under a lease of its own. Requests stay; they are computed anew after `wake`.
+
+        Args:
+            tags: of weights and kv_cache; None means both.
+            weights: offload (to a file) or discard (invalid until a full update commits).
+
+        Returns:
+            "freed_bytes" by tag, as the system counts them.
+        """
+        moves = self.lifecycle.plan_sleep(tags, weights)
+        report: dict[str, Any] = {"changed": bool(moves), "freed_bytes": {}}
+        if not moves:
+            return report
+        scheduler = self._engine.scheduler
+        self.lifecycle.pause(SLEEP_OWNER, "recompute")
+        if "kv_cache" in moves:
+            report["recompute_tokens"] = scheduler.preempt_all()
+            scheduler.blocks.reset_cache()
+        for tag, state in moves.items():
+            before = resident_bytes()
+            self._engine.runner.sleep(tag, keep=state == "offloaded")
+            self.lifecycle.moved(tag, state)
+            report["freed_bytes"][tag] = max(0, before - resident_bytes())
+        return report
+
+    def wake(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Have memory back. Only sleep's own lease is given back, and only once nothing is asleep: another's pause survives.
+
+        Raises:
+            IllegalState: the memory is not to be had; it stays asleep and `wake` may be tried again.
+        """
+        moves = self.lifecycle.plan_wake(tags)
+        for tag in moves:
+            try:
+                self._engine.runner.wake(tag)
+            except (OSError, MemoryError) as error:
+                raise IllegalState(f"{tag} cannot wake: {error}; it stays asleep, try again") from error
+            self.lifecycle.moved(tag, "resident")
+        if not self.lifecycle.asleep:
+            self.lifecycle.resume_sleep()
+        reason = self.lifecycle.why_not_running()
+        return {"changed": bool(moves), "asleep": list(self.lifecycle.asleep), "running": reason is None, "reason": reason}
+
+    # Weight updates
+
+    def open_update(
+        self,
+        manifest: Manifest | Mapping[str, Any],
+        *,
+        version: int | None = None,
+        base_version: int | None = None,
+        mode: str = "full",
+        apply: str | None = None,
+        kv_policy: str = "recompute",
+        owner: str = "trainer",
+        deadline_s: float = DEFAULT_UPDATE_S,
+        refuse_nonfinite: bool = True,
+        force: bool = False,
+        transport: Mapping[str, Any] | None = None,
+    ) -> Update:
+        """Begin a transaction. Nothing that is served changes before the commit (`staged`).
+
+        Args:
+            version: of the new weights; None takes the current one plus 1. Not below the current one, unless `force`.
+            base_version: what a partial update builds on; refused on any other.
+            apply: staged or in_place; None takes what the engine was started with.
+
+        Raises:
+            BadRequest, IllegalState; UpdateRefused: tensors do not fit, all of them listed.
+        """
+        state = self.lifecycle
+        check_choice("mode", mode, MODES)
+        check_choice("kv_policy", kv_policy, KV_POLICIES)
+        apply = check_choice("apply", apply or "staged", APPLY)
+        version = state.version + 1 if version is None else version
+        if version < state.version and not force:
+            raise BadRequest(f"version must not go back from {state.version} to {version} (unless force is true)", field="version")
+        if mode == "partial" and base_version is not None and base_version != state.version:
+            raise IllegalState(f"the update builds on version {base_version}, but version {state.version} is served")
+        if mode == "partial" and state.invalid is not None:
+            raise state.illegal("a partial update")
+        try:
+            read = manifest if isinstance(manifest, Manifest) else Manifest.from_wire(manifest)
+        except ManifestError as error:
+            raise UpdateRefused(str(error)) from None
+        update_id = uuid.uuid4().hex
+        if state.update is not None or state.memory["weights"] != "resident":
+            raise state.illegal("opening an update")
+        try:
+            link = make_link(transport)
+        except ValueError as error:
+            raise BadRequest(f"transport: {error}", field="transport") from None
+        if problems := self._engine.runner.updates.open(read, mode=mode, staged=apply == "staged"):
+            link.close()
+            raise UpdateRefused(str(ManifestError(problems)))
+        state.open_update(update_id)
+        now = self._clock()
+        update = Update(
+            id=update_id,
+            manifest=read,
+            version=version,
+            mode=mode,
+            apply=apply,
+            kv_policy=kv_policy,
+            owner=owner,
+            expires_at=now + deadline_s,
+            deadline_s=deadline_s,
+            refuse_nonfinite=refuse_nonfinite,
+            link=link,
+            opened_at=now,
+        )
+        self.updates[update_id] = update
+        for old in list(self.updates)[:-REMEMBERED_UPDATES]:
+            del self.updates[old]
+        if apply == "in_place":
+            state.pause(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep", deadline_s)
+        return update
+
+    @staticmethod
+    def _update_owner(update: Update) -> str:
+        return f"update {update.id}"
+
+    def take_chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any]) -> dict[str, Any]:
+        """Take in one chunk; from any thread. The reply says what is left.
+
+        Raises:
+            BadRequest, IllegalState: there is no such update, or it is over. ChunkError, ValueError: the chunk does not fit.
+        """
+        update = self.find_update(update_id)
+        if update.state != "open":
+            raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): its chunks are not taken any more")
+        bucket = next((b for b in update.manifest.buckets_of(sender) if b.sequence == sequence), None)
+        data = update.link.view(sender, bucket.nbytes if bucket else 0, where)
+        try:
+            fresh = self._engine.runner.updates.chunk(sender, sequence, data)
+        finally:
+            data.release()
+        return {"changed": fresh, **self._engine.runner.updates.progress()}
+
+    def find_update(self, update_id: str) -> Update:
+        """Raises UnknownUpdate for an id that is unknown or forgotten."""
+        if update_id not in self.updates:
+            raise UnknownUpdate(f"there is no weight update {update_id!r}")
+        return self.updates[update_id]
+
+    def update_status(self, update_id: str) -> dict[str, Any]:
+        update = self.find_update(update_id)
+        return {**update.status(), **(self._engine.runner.updates.progress() if update.state == "open" else {})}
+
+    def commit_update(self, update_id: str, digests: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Check everything, then make the new weights current, between two steps. Committing twice answers the same.
+
+        Raises:
+            IllegalState: it is not open. UpdateRefused: chunks are missing, digests differ, values are not finite; it stays open.
+        """
+        update = self.find_update(update_id)
+        if update.state == "committed":
+            return {**update.status(), "changed": False}
+        if update.state != "open":
+            raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): open a new one")
+        if problems := self._engine.runner.updates.prepare(digests, refuse_nonfinite=update.refuse_nonfinite):
+            raise UpdateRefused(str(ManifestError(problems)))
+        self._engine.runner.updates.commit(update.version)
+        keep_kv = self._settle_requests(update)
+        epoch = self.lifecycle.commit(update_id, update.version, full=update.mode == "full")
+        tokens = self._engine.scheduler.new_epoch(epoch, keep_kv=keep_kv)
+        self._engine.weight_version = update.version
+        update.link.close()
+        self.lifecycle.leases.pop(self._update_owner(update), None)
+        update.state = "committed"
+        update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
+        return {**update.status(), "changed": True}
+
+    def _settle_requests(self, update: Update) -> bool:
+        """Apply the KV policy, or what a pause already decided. Returns whether running requests keep their KV."""
+        modes = [lease.mode for owner, lease in self.lifecycle.leases.items() if owner != self._update_owner(update)]
+        if modes:
+            return "keep" in modes
+        if update.kv_policy == "abort":
+            outputs = self._engine.abort(all=True, reason="weight update")
+            self._outputs += outputs
+            update.report["aborted"] = len(outputs)
+        return update.kv_policy == "keep"
+
+    def abort_update(self, update_id: str, reason: str = "aborted by request") -> dict[str, Any]:
+        """End an update without a commit. Staged: nothing happened. In place, after a byte was applied: the weights are torn."""
+        update = self.find_update(update_id)
+        if update.state == "committed":
+            raise IllegalState(f"update {update_id} is committed")
+        if update.state == "aborted":
+            return {**update.status(), "changed": False}
+        touched = self._engine.runner.updates.abort()
+        update.link.close()
+        torn = f"update {update_id} ended half applied ({reason})" if update.apply == "in_place" and touched else None
+        self.lifecycle.close_update(update_id, torn=torn)
+        self.lifecycle.leases.pop(self._update_owner(update), None)
+        update.state, update.reason = "aborted", reason
+        return {**update.status(), "changed": True}

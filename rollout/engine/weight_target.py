@@ -1,0 +1,123 @@
+"""Weights of one rank as an update sees them: names and shapes of a checkpoint in, slices of local parameters out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.weights import NativeWeights, Weights
+from ...weight_sync.boxes import Box
+from ...weight_sync.digest import box_digest
+from ...weight_sync.manifest import Manifest
+from ...weight_sync.receiver import inspect as inspect_plain
+from ..models.config import DecoderConfig
+from ..models.params import hf_shapes, is_ignored, param_specs, plan, tied_name
+
+MODES = ("full", "partial")
+
+
+class ParamTarget:
+    """Writes an update into the shadow side (`staged`) or the live side (`in_place`) of a rank's parameters.
+
+    Args:
+        weights: both sides; `reserve_shadow` must have been called for `staged`.
+        staged: which side.
+    """
+
+    def __init__(self, cfg: DecoderConfig, weights: Weights, *, staged: bool, tp_rank: int = 0, tp_size: int = 1) -> None:
+        self._cfg, self._weights, self._staged = cfg, weights, staged
+        self._rank, self._size = tp_rank, tp_size
+        self._params: list[str] = []
+
+    def problems(self, manifest: Manifest, mode: str) -> list[str]:
+        """Everything about the manifest's tensors that does not fit this model: unknown, missing, of another shape."""
+        return manifest_problems(self._cfg, manifest, mode)
+
+    def begin(self, manifest: Manifest) -> None:
+        """Get ready for the manifest's tensors: parameters that it covers in part only keep the rest of what is live."""
+        covered: dict[str, int] = {}
+        for tensor in manifest.tensors:
+            for w in plan(self._cfg, tensor.name, self._rank, self._size):
+                covered[w.param] = covered.get(w.param, 0) + w.rows * w.cols
+        self._params = list(covered)
+        if self._staged:
+            specs = param_specs(self._cfg, self._size)
+            for name, elements in covered.items():
+                if elements != torch.Size(specs[name].shape).numel():
+                    self._weights.seed_shadow(name)
+
+    def write(self, name: str, box: Box, values: Tensor) -> None:
+        """Take in a piece of a whole tensor: what of it this rank keeps, cast (round to nearest) to the engine's dtype."""
+        cast: Tensor | None = None
+        for w in plan(self._cfg, name, self._rank, self._size):
+            flat = len(box.length) == 1
+            kept = Box((w.src_row,), (w.rows,)) if flat else Box((w.src_row, w.src_col), (w.rows, w.cols))
+            both = box.intersect(kept)
+            if both is None:
+                continue
+            if cast is None:
+                cast = values.to(self._weights.dtype)
+            row = w.dst_row + both.offset[0] - w.src_row
+            col = w.dst_col + (0 if flat else both.offset[1] - w.src_col)
+            self._weights.write(w.param, row, col, cast[both.within(box).slices()], shadow=self._staged)
+
+    def commit(self) -> None:
+        """Make what was written live. Between two steps."""
+        if self._staged:
+            self._weights.flip(self._params)
+
+
+def manifest_problems(cfg: DecoderConfig, manifest: Manifest, mode: str) -> list[str]:
+    """What keeps a manifest from being an update of this model; empty if nothing does."""
+    wanted = hf_shapes(cfg)
+    names = {t.name for t in manifest.tensors}
+    problems = []
+    for t in manifest.tensors:
+        expected = wanted.get(tied_name(cfg, t.name) or t.name)
+        if expected is None and not is_ignored(cfg, t.name):
+            problems.append(f"{t.name} {list(t.shape)} is not part of this model")
+        elif expected is not None and t.shape != expected:
+            problems.append(f"{t.name} is {list(t.shape)}, must be {list(expected)}")
+    if mode == "full":
+        problems += [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in names]
+    return problems
+
+
+def tie_problems(cfg: DecoderConfig, digests: dict[str, int]) -> list[str]:
+    """A tied head that came along must be the embedding that came with it."""
+    problems = []
+    for name, digest in digests.items():
+        twin = tied_name(cfg, name)
+        if twin is not None and twin in digests and digests[twin] != digest:
+            problems.append(f"{name} is tied to {twin}, but they came with different values")
+    return problems
+
+
+def inspector(weights: Weights) -> Any:
+    """Digest and finite check by the library the weights are packed with; plain torch without one."""
+    if not isinstance(weights, NativeWeights):
+        return inspect_plain
+    library = weights.library
+
+    def inspect(values: Tensor, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+        if len(box.length) == 1:
+            return library.digest(values.view(1, -1), box.offset[0], 0)
+        if len(box.length) != 2:
+            return inspect_plain(values, box, shape)
+        return library.digest(values, box.offset[0] * shape[1] + box.offset[1], shape[1])
+
+    return inspect
+
+
+def live_digests(cfg: DecoderConfig, weights: Weights, names: Iterable[str] | None = None) -> dict[str, int]:
+    """Digest by checkpoint name of the weights in use, in the engine's dtype (tensor-parallel size 1)."""
+    found = {}
+    for name in names if names is not None else hf_shapes(cfg):
+        (w,) = plan(cfg, tied_name(cfg, name) or name)
+        whole = weights.read(w.param)
+        part = whole[w.dst_row : w.dst_row + w.rows]
+        found[name] = box_digest(part, Box.whole(part.shape), part.shape)
+    return found

@@ -1,0 +1,249 @@
+"""`/v1/weights/…` and `/v1/engine/{pause,resume}`: what a trainer does to a live engine. Checked here, carried out between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
+from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
+from ..errors import BadRequest
+from .checks import Field, boolean, choice, integer, mapping, names, object_schema, read, seconds, string
+from .replies import body_of, reply, take
+from .rollouts import RolloutService
+from .schemas import BOOLEAN, COUNT, INTEGER, NUMBER, OBJECT, STRING, Item, array, parameter, reply_schema, route
+
+router = APIRouter()
+U64 = 1 << 64
+VERSION_LIMIT = (1 << 63) - 1
+CHUNK_TYPE = "application/octet-stream"
+
+OPEN_FIELDS = (
+    Field("manifest", mapping, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}"),
+    Field("version", integer(0, VERSION_LIMIT), "of the new weights; left out: the current one plus 1"),
+    Field("base_version", integer(0, VERSION_LIMIT), "what a partial update builds on; refused on any other"),
+    Field("transport", mapping, "how the bytes come: {name: http | ipc, offers}; left out: with the chunks"),
+    Field("mode", choice(*MODES), "full: every tensor; partial: those named"),
+    Field("apply", choice("staged", "in_place"), "staged: into a second copy, old weights serve on; in_place: the engine pauses"),
+    Field("kv_policy", choice(*KV_POLICIES), "what becomes of running requests at the commit"),
+    Field("owner", string, "who sends, for the log"),
+    Field("deadline_s", seconds, f"after this the update is dropped; default {DEFAULT_UPDATE_S:g}"),
+    Field("refuse_nonfinite", boolean, "whether NaN or infinity refuses the commit; default true"),
+    Field("force", boolean, "allow a version below the current one"),
+)
+CHUNK_FIELDS = (
+    Field("sender", integer(0, 1 << 31), "rank that sends"),
+    Field("sequence", integer(0, 1 << 31), "number of the bucket among its sender's"),
+    Field("offset", integer(0, VERSION_LIMIT), "ipc: where the bucket begins in the memory offered"),
+)
+COMMIT_FIELDS = (Field("digests", mapping, "digest by tensor name as 16 hexadecimal digits, compared with what came"),)
+DIGEST_FIELDS = (Field("compare", mapping, "digests by tensor name as 16 hexadecimal digits"),)
+ABORT_UPDATE_FIELDS = (Field("reason", string, "for the log and for whoever asks"),)
+PAUSE_FIELDS = (
+    Field("mode", choice(*PAUSE_MODES), "keep, recompute, abort or drain; default keep"),
+    Field("owner", string, "whose lease; default operator"),
+    Field("ttl_s", seconds, "the lease expires after this; left out: never"),
+    Field("timeout_s", seconds, "drain: how long it may take"),
+    Field("at_timeout", choice("abort", "keep"), "drain: what becomes of the rest then; default abort"),
+)
+SLEEP_FIELDS = (
+    Field("tags", names(*MEMORY_TAGS), "which memory; left out: all of it"),
+    Field("weights", choice(*WEIGHTS_ASLEEP), "offload: kept in a file; discard: invalid until a full update commits; default offload"),
+)
+WAKE_FIELDS = (Field("tags", names(*MEMORY_TAGS), "which memory; left out: all of it"),)
+RESUME_FIELDS = (Field("owner", string, "whose lease; default operator"),)
+
+
+def _service(request: Request) -> RolloutService:
+    service: RolloutService = request.app.state.service
+    return service
+
+
+async def _fields(request: Request, table: tuple[Field, ...]) -> dict[str, Any]:
+    return await take(request, lambda body: read(body, table, ""), empty={})
+
+
+@router.post("/v1/weights/updates", openapi_extra=route("Weights", "control", takes="OpenUpdate", gives="Update", errors=(409, 422)))
+async def open_update(request: Request) -> Response:
+    """Begin a weight update. 422 lists every tensor that does not fit; nothing that is served changes before the commit."""
+    got = await _fields(request, OPEN_FIELDS)
+    if "manifest" not in got:
+        raise BadRequest("manifest is missing: name the tensors", field="manifest")
+    return reply(request, await _service(request).engine.command("open_update", **got))
+
+
+@router.get("/v1/weights/updates/{update_id}", openapi_extra=route("Weights", "control", gives="Update", errors=(404,)))
+async def update_status(request: Request, update_id: str) -> Response:
+    """How far an update is."""
+    return reply(request, await _service(request).engine.command("update_status", update_id=update_id))
+
+
+@router.post(
+    "/v1/weights/updates/{update_id}/chunks",
+    openapi_extra=route(
+        "Weights",
+        "control",
+        takes="Chunk",
+        gives="ChunkTaken",
+        errors=(404, 409),
+        parameters=(
+            parameter("sender", {"type": "integer"}, f"rank that sends, if the body is {CHUNK_TYPE}"),
+            parameter("sequence", {"type": "integer"}, "number of the bucket, likewise"),
+        ),
+    ),
+)
+async def chunk(request: Request, update_id: str) -> Response:
+    """Take in one bucket: its bytes as the body (application/octet-stream), or its place in offered memory. Once is enough: a
+    repeat changes nothing."""
+    engine = _service(request).engine
+    if CHUNK_TYPE in request.headers.get("content-type", ""):
+        sender, sequence = _number(request, "sender"), _number(request, "sequence")
+        async with body_of(request) as data:
+            return reply(request, await engine.chunk(update_id, sender, sequence, {"data": data}))
+    where = await _fields(request, CHUNK_FIELDS)
+    for name in ("sender", "sequence"):
+        if name not in where:
+            raise BadRequest(f"{name} is missing", field=name)
+    return reply(request, await engine.chunk(update_id, where.pop("sender"), where.pop("sequence"), where))
+
+
+def _number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "")
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise BadRequest(f"{name} must be an int >= 0, got {text[:40]!r}", field=name)
+    return int(text)
+
+
+@router.post(
+    "/v1/weights/updates/{update_id}/commit",
+    openapi_extra=route("Weights", "control", takes="CommitUpdate", gives="Update", errors=(404, 409, 422)),
+)
+async def commit(request: Request, update_id: str) -> Response:
+    """Check all that came and make it current between two steps. 422 says what is missing or differs; the update stays open."""
+    got = await _fields(request, COMMIT_FIELDS)
+    digests = {name: _digest(name, value) for name, value in got["digests"].items()} if "digests" in got else None
+    return reply(request, await _service(request).engine.command("commit_update", update_id=update_id, digests=digests))
+
+
+def _digest(name: Any, value: Any) -> int:
+    if not isinstance(name, str) or not isinstance(value, str) or len(value) != 16 or not all(c in "0123456789abcdef" for c in value):
+        raise BadRequest(f"digests[{name!r}] must be 16 hexadecimal digits, got {value!r}", field="digests")
+    return int(value, 16)
+
+
+@router.post(
+    "/v1/weights/updates/{update_id}/abort",
+    openapi_extra=route("Weights", "control", takes="AbortUpdate", gives="Update", errors=(404, 409)),
+)
+async def abort_update(request: Request, update_id: str) -> Response:
+    """Drop an update. Staged, nothing has happened; in place, weights half written are refused until a full update commits."""
+    got = await _fields(request, ABORT_UPDATE_FIELDS)
+    return reply(request, await _service(request).engine.command("abort_update", update_id=update_id, **got))
+
+
+@router.get("/v1/weights", openapi_extra=route("Weights", "traffic", gives="State"))
+async def weights(request: Request) -> Response:
+    """Version, epoch and validity of the weights, beside the other facts of the engine's state."""
+    return reply(request, await _service(request).engine.command("state"))
+
+
+@router.post("/v1/weights/digests", openapi_extra=route("Weights", "control", takes="Compare", gives="Digests"))
+async def digests(request: Request) -> Response:
+    """Digest of every live tensor by name, in the engine's dtype; given others to compare with, what differs."""
+    got = await _fields(request, DIGEST_FIELDS)
+    theirs = {name: f"{_digest(name, value):016x}" for name, value in got.get("compare", {}).items()}
+    found = await _service(request).engine.command("digests", timeout_s=120.0)
+    differ = sorted(name for name, value in theirs.items() if found.get(name) != value)
+    return reply(request, {"digests": found, "differ": differ})
+
+
+@router.post("/v1/engine/pause", openapi_extra=route("Control", "control", takes="Pause", gives="Paused"))
+async def pause(request: Request) -> Response:
+    """Take a lease that stops the engine; answered once it is at rest, saying what became of each kind of request."""
+    got = await _fields(request, PAUSE_FIELDS)
+    service = _service(request)
+    if got.get("mode") == "abort":  # also what is still on its way to the engine
+        for ticket in list(service.in_flight.values()):
+            ticket.mark_aborted("paused")
+    return reply(request, await service.engine.run("pause", got, got.get("timeout_s", 3600.0) + 30.0))
+
+
+@router.post("/v1/engine/resume", openapi_extra=route("Control", "control", takes="Resume", gives="Resumed", errors=(409,)))
+async def resume(request: Request) -> Response:
+    """Give a lease back; the engine goes on once none is left."""
+    return reply(request, await _service(request).engine.command("resume", **await _fields(request, RESUME_FIELDS)))
+
+
+@router.post("/v1/engine/sleep", openapi_extra=route("Control", "control", takes="Sleep", gives="Slept", errors=(409,)))
+async def sleep(request: Request) -> Response:
+    """Give memory to the system; the reply says how much, as the system counts it. Requests wait, and are computed anew."""
+    return reply(request, await _service(request).engine.run("sleep", await _fields(request, SLEEP_FIELDS), 120.0))
+
+
+@router.post("/v1/engine/wake", openapi_extra=route("Control", "control", takes="Wake", gives="Woken", errors=(409,)))
+async def wake(request: Request) -> Response:
+    """Have memory back. A pause that somebody took before survives."""
+    return reply(request, await _service(request).engine.run("wake", await _fields(request, WAKE_FIELDS), 120.0))
+
+
+_UPDATE = reply_schema(
+    "A weight update, open or over.",
+    Item("id", STRING),
+    Item("state", {"type": "string", "enum": ["open", "committed", "aborted"]}),
+    Item("reason", {"anyOf": [STRING, {"type": "null"}]}, "why it was aborted"),
+    *(Item(name, STRING) for name in ("mode", "apply", "kv_policy", "owner")),
+    Item("version", INTEGER, "of the new weights"),
+    Item("bytes", COUNT, "of all tensors"),
+    Item("received_bytes", COUNT, "while open", always=False),
+    Item("missing_chunks", COUNT, "while open", always=False),
+    Item("epoch", COUNT, "once committed: number of commits so far", always=False),
+    Item("recompute_tokens", COUNT, "once committed: tokens of running requests that are prefilled again", always=False),
+    Item("aborted", COUNT, "once committed with kv_policy abort: samples ended", always=False),
+    Item("seconds", NUMBER, "once committed: since it was opened", always=False),
+    Item("changed", BOOLEAN, "false for a call that found its work done", always=False),
+)
+_STATE = reply_schema(
+    "Three facts, never inferred from each other.",
+    Item("scheduling", reply_schema("", Item("state", {"type": "string", "enum": ["running", "paused"]}), Item("leases", array(OBJECT)))),
+    Item("memory", OBJECT, "by tag: resident, offloaded or discarded"),
+    Item("weights", OBJECT, "version, epoch, valid or the reason why not, the open update"),
+    Item("legal", array(STRING), "moves that would not be refused now"),
+)
+COMPONENTS = {
+    "OpenUpdate": {**object_schema(OPEN_FIELDS), "required": ["manifest"]},
+    "Chunk": object_schema(CHUNK_FIELDS),
+    "CommitUpdate": object_schema(COMMIT_FIELDS),
+    "AbortUpdate": object_schema(ABORT_UPDATE_FIELDS),
+    "Pause": object_schema(PAUSE_FIELDS),
+    "Resume": object_schema(RESUME_FIELDS),
+    "Sleep": object_schema(SLEEP_FIELDS),
+    "Wake": object_schema(WAKE_FIELDS),
+    "Slept": reply_schema(
+        "", Item("changed", BOOLEAN), Item("freed_bytes", OBJECT, "by tag"), Item("recompute_tokens", COUNT, "to feed again", always=False)
+    ),
+    "Woken": reply_schema(
+        "",
+        Item("changed", BOOLEAN),
+        Item("asleep", array(STRING), "tags that still are"),
+        Item("running", BOOLEAN),
+        Item("reason", {"anyOf": [STRING, {"type": "null"}]}, "why it is not running"),
+    ),
+    "Update": _UPDATE,
+    "State": _STATE,
+    "Compare": object_schema(DIGEST_FIELDS),
+    "Digests": reply_schema(
+        "",
+        Item("digests", {"type": "object", "additionalProperties": STRING}, "by tensor name"),
+        Item("differ", array(STRING), "names compared whose digest here is another, or that are not here"),
+    ),
+    "ChunkTaken": reply_schema("What is left.", Item("changed", BOOLEAN), Item("received_bytes", COUNT), Item("missing_chunks", COUNT)),
+    "Paused": reply_schema(
+        "What became of the requests.",
+        Item("changed", BOOLEAN, "whether the owner had no lease before"),
+        Item("mode", STRING),
+        *(Item(name, COUNT) for name in ("aborted", "recomputed", "kept", "drained")),
+    ),
+    "Resumed": reply_schema("", Item("changed", BOOLEAN), Item("running", BOOLEAN), Item("reason", {"anyOf": [STRING, {"type": "null"}]})),
+}

@@ -1,0 +1,159 @@
+"""A trainer updates a real server, over each transport, while it samples."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from rollsync import Engine, RolloutClient, RolloutRequest, SamplingParams
+from rollsync.rollout.selftest.model import write_model
+from rollsync.weight_sync.control import HttpControl, UpdateError
+from rollsync.weight_sync.sender import WeightSender
+from rollsync.weight_sync.sources import TensorSource
+from safetensors.torch import load_file, save_file
+
+OPTIONS = {"block_tokens": 16, "num_blocks": 1024, "max_model_len": 2000, "threads": 1}
+FLAGS = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+PROMPT = list(range(3, 23))
+
+
+def perturbed(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {k: (v.float() + 0.05 * torch.randn(v.shape, generator=generator)).to(v.dtype) for k, v in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One model, three sets of weights."""
+    root = tmp_path_factory.mktemp("live")
+    folders = [Path(write_model(root / f"m{i}", "llama", max_position_embeddings=2048)) for i in range(3)]
+    first = load_file(folders[0] / "model.safetensors")
+    for i, folder in enumerate(folders[1:], 1):
+        save_file(perturbed(first, i), folder / "model.safetensors")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def server(serving: Any, checkpoints: list[Path]) -> Iterator[Any]:
+    with serving(*FLAGS, model=str(checkpoints[0]), factory=None) as found:
+        yield found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def fresh_logprobs(folder: Path) -> tuple[list[int], list[float]]:
+    with Engine(str(folder), **OPTIONS) as engine:
+        engine.add_request(RolloutRequest(request_id="r", prompt_token_ids=tuple(PROMPT), params=SamplingParams(seed=1, max_tokens=16)))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+    return outputs[-1].token_ids, outputs[-1].logprobs
+
+
+def sample(client: RolloutClient) -> tuple[list[int], list[float], list[Any]]:
+    found = client.rollouts([PROMPT], sampling_params={"seed": 1, "max_tokens": 16}).results[0].samples[0]
+    return list(found.token_ids), list(found.logprobs), list(found.weight_versions)
+
+
+@pytest.mark.parametrize("transport", ["http", "ipc"])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_after_a_sync_the_server_gives_the_new_bits(server: Any, checkpoints: list[Path], transport: str, apply: str) -> None:
+    with RolloutClient(server.url) as client:
+        for folder in (checkpoints[1], checkpoints[2], checkpoints[0]):
+            with WeightSender(server.url, TensorSource(weights(folder)), transport=transport, bucket_bytes=3000, apply=apply) as sender:
+                report = sender.sync()
+            ids, logprobs, spans = sample(client)
+            assert (ids, logprobs) == fresh_logprobs(folder)
+            assert [s["version"] for s in spans] == [report.version]
+
+
+def test_a_refused_update_raises_the_servers_words_and_changes_nothing(server: Any, checkpoints: list[Path]) -> None:
+    with RolloutClient(server.url) as client:
+        before = sample(client)
+        bad = weights(checkpoints[1])
+        bad["model.layers.0.self_attn.q_proj.weight"] = bad["model.layers.0.self_attn.q_proj.weight"][:-1]
+        del bad["model.norm.weight"]
+        bad["extra"] = torch.zeros(3)
+        with WeightSender(server.url, TensorSource(bad)) as sender, pytest.raises(UpdateError) as refused:
+            sender.sync()
+        assert all(word in str(refused.value) for word in ("422", "q_proj", "model.norm.weight", "extra"))
+        nan = weights(checkpoints[1])
+        nan["model.norm.weight"] = nan["model.norm.weight"].clone()
+        nan["model.norm.weight"][3] = float("nan")
+        words = r"model\.norm\.weight: 1 values are not finite"
+        with WeightSender(server.url, TensorSource(nan)) as sender, pytest.raises(UpdateError, match=words):
+            sender.sync()
+        assert sample(client) == before
+        with WeightSender(server.url, TensorSource(weights(checkpoints[1]))) as sender:
+            sender.sync()
+        assert sample(client)[:2] == fresh_logprobs(checkpoints[1])
+
+
+def test_status_answers_while_an_update_hangs_and_the_next_one_works(server: Any, checkpoints: list[Path]) -> None:
+    control = HttpControl(server.url)
+    with WeightSender(server.url, TensorSource(weights(checkpoints[0]))) as sender:
+        manifest = sender._agree()
+    control.open({"manifest": manifest.to_wire(), "deadline_s": 0.5})
+    state = control.call("GET", "/v1/weights")
+    assert state["weights"]["update"] and state["weights"]["valid"]
+    with pytest.raises(UpdateError, match="409"):
+        control.open({"manifest": manifest.to_wire()})
+    end = time.monotonic() + 10
+    while control.call("GET", "/v1/weights")["weights"]["update"] and time.monotonic() < end:
+        time.sleep(0.05)
+    with WeightSender(server.url, TensorSource(weights(checkpoints[0]))) as sender:
+        sender.sync()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep", "abort"])
+def test_running_requests_live_through_an_update_as_the_policy_says(server: Any, checkpoints: list[Path], policy: str, until: Any) -> None:
+    with RolloutClient(server.url) as client:
+        results: list[Any] = []
+        prompts = [PROMPT[i:] + PROMPT[:i] for i in range(8)]
+        call = lambda: results.append(client.rollouts(prompts, sampling_params={"seed": 5, "max_tokens": 1500, "ignore_eos": True}))  # noqa: E731
+        thread = threading.Thread(target=call)
+        thread.start()
+        until(lambda: server.running() == len(prompts), 30)
+        with WeightSender(server.url, TensorSource(weights(checkpoints[2])), kv_policy=policy) as sender:
+            report = sender.sync()
+        thread.join(60)
+        samples = [s for r in results[0].results for s in r.samples]
+        for s in samples:
+            assert len(s.token_ids) == len(s.logprobs)
+            ends = [span["end"] for span in s.weight_versions]
+            assert [span["start"] for span in s.weight_versions] == [0, *ends[:-1]] and (not ends or ends[-1] == len(s.token_ids))
+        versions = {span["version"] for s in samples for span in s.weight_versions}
+        if policy == "abort":
+            assert {s.finish_reason for s in samples} == {"abort"}
+        else:
+            assert {s.finish_reason for s in samples} == {"length"} and versions == {report.version - 1, report.version}
+            late = [span for s in samples for span in s.weight_versions if span["version"] == report.version]
+            assert all(bool(span.get("mixed_kv")) == (policy == "keep") for span in late)
+
+
+def test_pause_sleep_wake_and_resume_keep_their_own_leases(server: Any) -> None:
+    with RolloutClient(server.url) as client:
+        before = sample(client)
+        post = lambda verb, **body: httpx.post(f"{server.url}/v1/engine/{verb}", json=body).json()  # noqa: E731
+        assert post("pause", owner="me")["changed"] and not post("pause", owner="me")["changed"]
+        slept = post("sleep")
+        assert slept["changed"] and not post("sleep")["changed"]
+        done: list[Any] = []
+        thread = threading.Thread(target=lambda: done.append(sample(client)))
+        thread.start()
+        assert post("wake", tags=["weights"])["asleep"] == ["kv_cache"]
+        woken = post("wake")
+        assert not woken["running"] and "me" in woken["reason"]
+        time.sleep(0.2)
+        assert not done
+        assert post("resume", owner="me")["running"]
+        thread.join(30)
+        assert done == [before]

@@ -1,0 +1,105 @@
+"""The few calls a trainer makes to an engine: what `WeightSender` needs, and a plain HTTP client that provides it."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgpack  # type: ignore[import-untyped]
+
+
+class UpdateError(RuntimeError):
+    """An engine refused, or did not answer. The message is the engine's own, with its address in front."""
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class UpdateControl(Protocol):
+    """One engine, as a sender sees it."""
+
+    address: str
+
+    def open(self, body: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def chunk(self, update_id: str, sender: int, sequence: int, data: Any = None, **where: Any) -> dict[str, Any]:
+        """Hand over a bucket: its bytes, or (`where`) what the transport says about where they lie."""
+
+    def commit(self, update_id: str, digests: Mapping[str, int] | None) -> dict[str, Any]: ...
+
+    def abort(self, update_id: str, reason: str) -> dict[str, Any]: ...
+
+
+class HttpControl:
+    """The weight routes of one server over a kept connection. Not for use by two threads at once.
+
+    Args:
+        url: e.g. "http://127.0.0.1:8000".
+        token: sent as a bearer token, if given.
+        timeout_s: longest silence of the server within a call.
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout_s: float = 60.0) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url must be like http://host:port, got {url!r}")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self.address = url.rstrip("/")
+        self._prefix = parts.path.rstrip("/")
+        self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+        self._headers = {"Accept": "application/msgpack", **({"Authorization": f"Bearer {token}"} if token else {})}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def call(self, method: str, path: str, body: Any = None, content_type: str = "application/msgpack") -> Any:
+        """One call; the decoded reply. Raises UpdateError with the server's words."""
+        headers = {**self._headers, **({"Content-Type": content_type} if body is not None else {})}
+        for attempt in (0, 1):
+            fresh = self._connection.sock is None
+            try:
+                self._connection.request(method, self._prefix + path, body, headers)
+                response = self._connection.getresponse()
+                raw = response.read()
+                break
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
+                self._connection.close()
+                if fresh or attempt:  # only a kept connection may have been closed in between
+                    raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+        try:
+            value = msgpack.unpackb(raw)
+        except ValueError:
+            value = {"error": {"code": "http", "message": raw[:200].decode(errors="replace")}}
+        if response.status >= 400:
+            told = value.get("error", {}) if isinstance(value, dict) else {}
+            words = f"{self.address} answered {response.status}: {told.get('message', value)}"
+            raise UpdateError(words, status=response.status, code=told.get("code"))
+        return value
+
+    def open(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = self.call("POST", "/v1/weights/updates", msgpack.packb(body))
+        return reply
+
+    def chunk(self, update_id: str, sender: int, sequence: int, data: Any = None, **where: Any) -> dict[str, Any]:
+        path = f"/v1/weights/updates/{update_id}/chunks"
+        if data is not None:
+            query = f"?sender={sender}&sequence={sequence}"
+            reply: dict[str, Any] = self.call("POST", path + query, data, "application/octet-stream")
+        else:
+            reply = self.call("POST", path, msgpack.packb({"sender": sender, "sequence": sequence, **where}))
+        return reply
+
+    def commit(self, update_id: str, digests: Mapping[str, int] | None) -> dict[str, Any]:
+        shown = None if digests is None else {name: f"{value:016x}" for name, value in digests.items()}
+        reply: dict[str, Any] = self.call("POST", f"/v1/weights/updates/{update_id}/commit", msgpack.packb({"digests": shown}))
+        return reply
+
+    def abort(self, update_id: str, reason: str) -> dict[str, Any]:
+        reply: dict[str, Any] = self.call("POST", f"/v1/weights/updates/{update_id}/abort", msgpack.packb({"reason": reason}))
+        return reply

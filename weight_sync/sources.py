@@ -1,0 +1,111 @@
+"""Where a trainer's weights come from: names and shapes without a gather, then the tensors one after another, in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .boxes import Box
+from .manifest import DTYPE_BYTES
+
+_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor and the boxes of it that this rank holds, in the order in which the source yields their values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+class WeightSource(Protocol):
+    """Weights of one trainer rank. `metadata` moves nothing; iteration yields (name, values of the next box) in its order."""
+
+    def metadata(self) -> list[TensorMeta]: ...
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Raises ValueError for a dtype that does not travel."""
+    if dtype not in _NAMES:
+        raise ValueError(f"weights must be {', '.join(DTYPE_BYTES)}, got {dtype}")
+    return _NAMES[dtype]
+
+
+class TensorSource:
+    """Plain or sharded (DTensor) tensors by name. A sharded one is sent as the slices its ranks hold; nothing is gathered.
+
+    Plain tensors are the same on every rank, so rank 0 alone sends them.
+
+    Args:
+        tensors: by Hugging Face name; of tied names give one.
+        dtype: cast to it on the way; None keeps each tensor's own.
+        rank: of this trainer process.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, rank: int = 0) -> None:
+        self._tensors, self._dtype, self._rank = dict(tensors), dtype, rank
+
+    def metadata(self) -> list[TensorMeta]:
+        metas = []
+        for name, tensor in self._tensors.items():
+            box = held_box(tensor, self._rank)
+            boxes = (box,) if box is not None and box.elements else ()
+            metas.append(TensorMeta(name, dtype_name(self._dtype or tensor.dtype), tuple(tensor.shape), boxes))
+        return metas
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            box = held_box(tensor, self._rank)
+            if box is not None and box.elements:
+                local = _local(tensor).detach()
+                yield name, local if self._dtype is None else local.to(self._dtype)
+
+
+class ModuleSource(TensorSource):
+    """The parameters of a module under their own names, tied ones once."""
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None, rank: int = 0) -> None:
+        super().__init__(dict(module.named_parameters()), dtype=dtype, rank=rank)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    return local
+
+
+def held_box(tensor: Tensor, rank: int) -> Box | None:
+    """The part of `tensor` that this rank is to send; None if another rank sends it.
+
+    Raises:
+        ValueError: a DTensor placement that is neither a shard nor a replica.
+    """
+    if not _is_sharded(tensor):
+        return Box.whole(tensor.shape) if rank == 0 else None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate) and coordinate[axis] != 0:
+            return None  # the first replica sends
+        if not isinstance(placement, Replicate | Shard):
+            raise ValueError(f"a DTensor placed as {placement} cannot be sent: shard or replicate it")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return Box(tuple(offset), tuple(shape))

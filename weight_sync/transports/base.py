@@ -1,0 +1,56 @@
+"""What a sender needs of a transport: buffers to pack into, and a way to hand a packed one to every engine."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..control import UpdateControl
+from ..manifest import Bucket
+
+
+class Transport(Protocol):
+    """The sending end on one trainer rank."""
+
+    name: str
+    num_buffers: int
+    """buffers that may be in flight at once"""
+
+    def prepare(self, buffer_bytes: int) -> None:
+        """Have `num_buffers` buffers of that size. Called before each update; keeps what fits."""
+
+    def buffer(self, index: int) -> memoryview:
+        """Where to pack."""
+
+    def offer(self) -> dict[str, Any]:
+        """What the open call says of this transport, beside its name."""
+
+    def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
+        """Hand buffer `index` over to one engine; returns once the engine has taken it in."""
+
+    def close(self) -> None: ...
+
+
+class HttpTransport:
+    """Buckets as request bodies: for small models and through firewalls."""
+
+    name = "http"
+    num_buffers = 2
+
+    def __init__(self) -> None:
+        self._buffers: list[bytearray] = []
+
+    def prepare(self, buffer_bytes: int) -> None:
+        if not self._buffers or len(self._buffers[0]) < buffer_bytes:
+            self._buffers = [bytearray(buffer_bytes) for _ in range(self.num_buffers)]
+
+    def buffer(self, index: int) -> memoryview:
+        return memoryview(self._buffers[index])
+
+    def offer(self) -> dict[str, Any]:
+        return {}
+
+    def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
+        control.chunk(update_id, bucket.sender, bucket.sequence, self.buffer(index)[: bucket.nbytes])
+
+    def close(self) -> None:
+        self._buffers.clear()

@@ -1,0 +1,77 @@
+"""The engine's ends of transports, by name: what an update's open call offers, and where a chunk's bytes then lie."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .ipc import MappedBuffers, host_device
+
+
+class LinkError(ValueError):
+    """A transport that is not known, or cannot be set up from what the sender offered."""
+
+
+class Link(Protocol):
+    """One update's transport, seen from one engine rank."""
+
+    def view(self, sender: int, nbytes: int, where: dict[str, Any]) -> memoryview:
+        """The bytes of a chunk, by what its message says of their place. Valid until the chunk is answered."""
+
+    def close(self) -> None: ...
+
+
+class BodyLink:
+    """Chunks bring their bytes along."""
+
+    def view(self, sender: int, nbytes: int, where: dict[str, Any]) -> memoryview:
+        data = where.get("data")
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise LinkError("the chunk brought no bytes: send them as the body")
+        return memoryview(data)
+
+    def close(self) -> None:
+        return None
+
+
+class IpcLink:
+    """Memory of each sender, mapped at open."""
+
+    def __init__(self, offers: Any) -> None:
+        if not isinstance(offers, list) or not offers:
+            raise LinkError("transport.offers must hold one offer per sender")
+        self._mapped: list[MappedBuffers] = []
+        try:
+            for offer in offers:
+                self._mapped.append(MappedBuffers(offer, host_device()))
+        except BaseException:
+            self.close()
+            raise
+
+    def view(self, sender: int, nbytes: int, where: dict[str, Any]) -> memoryview:
+        offset = where.get("offset")
+        if not 0 <= sender < len(self._mapped):
+            raise LinkError(f"sender {sender} offered no memory")
+        if not isinstance(offset, int) or isinstance(offset, bool):
+            raise LinkError(f"offset must be an int, got {offset!r}")
+        return self._mapped[sender].view(offset, nbytes)
+
+    def close(self) -> None:
+        for mapped in self._mapped:
+            mapped.close()
+        self._mapped = []
+
+
+def make_link(transport: Any) -> Link:
+    """The receiving end of `{"name", "offers"}`; None means the bytes come with the chunks.
+
+    Raises:
+        LinkError (or another ValueError of the transport): it cannot be set up.
+    """
+    if transport is None:
+        return BodyLink()
+    name = transport.get("name") if isinstance(transport, dict) else None
+    if name == "http":
+        return BodyLink()
+    if name == "ipc":
+        return IpcLink(transport.get("offers"))
+    raise LinkError(f"transport.name must be one of http, ipc, got {name!r}")
