@@ -36,6 +36,7 @@ def tiny_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     """A config.json of two layers with grouped KV heads whose row-parallel layers have four whole shards."""
     return {
         "architectures": [ARCHITECTURES[family]],
+        "model_type": "gemma3_text" if family == "gemma3" else family,
         "vocab_size": 256,
         "hidden_size": 64,
         "intermediate_size": 128,
