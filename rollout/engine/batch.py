@@ -25,6 +25,8 @@ KEY_BLOCK = 32
 """keys the attention kernel takes at once, whatever the size of a page"""
 ITEM_ROWS = 48
 """query rows of one attention work item: three tiles of 16"""
+MASKS_KEPT = 8
+"""of lists of allowed ids"""
 LONG_KEYS = 4096
 """beyond this an item takes one tile, so that its scores stay in the cache"""
 
@@ -52,7 +54,8 @@ class Slots:
         self.top_n = np.zeros(num_slots, np.uint8)
         self.restricted = np.zeros(num_slots, np.bool_)
         """whether the slot's row of `allowed` counts"""
-        self._last_allowed: tuple[tuple[int, ...], Array] = (), np.zeros(0, np.uint32)
+        self._masks: dict[int, tuple[tuple[int, ...], Array]] = {}
+        """of the last lists of allowed ids, by identity: samples of a call share theirs"""
         self.adjusting: dict[int, Adjustments] = {}
         self._last_bias: Adjustments | None = None
         self.special = np.zeros(num_slots, np.bool_)
@@ -87,15 +90,19 @@ class Slots:
             self.adjusting[s] = last
         self.restricted[s] = init.allowed_token_ids is not None
         if init.allowed_token_ids is not None:
-            ids, words = self._last_allowed
-            if ids is not init.allowed_token_ids:  # the samples of a group come one after another, with one list
-                words = allowed_words(init.allowed_token_ids)
-                self._last_allowed = init.allowed_token_ids, words
+            words = self._mask(init.allowed_token_ids)
             self._arrays.reserve_allowed(len(words))
             row = self._arrays["allowed"][s]
             row[:] = 0
             row[: len(words)] = words
         self.special[s] = s in self.adjusting or self.restricted[s] or init.top_logprobs > 0
+
+    def _mask(self, ids: tuple[int, ...]) -> Array:
+        if id(ids) not in self._masks:
+            if len(self._masks) == MASKS_KEPT:
+                del self._masks[next(iter(self._masks))]
+            self._masks[id(ids)] = ids, allowed_words(ids)  # with the list, so that its id stays taken
+        return self._masks[id(ids)][1]
 
     def fail(self, slot: int, error: Exception) -> None:
         """The request in a slot met an exception of its own: until the scheduler ends it, columns that any row can be drawn with."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded, show
 from ..fields import did_you_mean
-from .admission import check_request
+from .admission import Rules, check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from .control import Control
 from .generate import RolloutOutput, generate, score
@@ -108,6 +108,7 @@ class Engine:
         self._num_generate_calls = 0
         self.control = Control(self)
         """pause, sleep, weight updates"""
+        self._last_rules: Rules | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -138,12 +139,16 @@ class Engine:
         Raises:
             BadRequest, PromptTooLong: the model cannot serve it. ConfigError: stop strings, and no tokenizer to match them with.
         """
-        check_request(request, self.info)
+        self._check(request)
+
+    def _check(self, request: RolloutRequest) -> Rules:
+        rules = self._last_rules = check_request(request, self.info, self._last_rules)
         if request.params.stop and self._stop_matcher == self._default_matcher and self._tokenizer is None:
             self._default_matcher(request.params.stop)
         limit = self.config.scheduler.max_waiting
         if request.params.n > limit:
             raise BadRequest(f"n must be at most scheduler.max_waiting = {limit}, got {request.params.n}", field="n")
+        return rules
 
     def has_room(self, n: int) -> bool:
         """Whether `n` more samples may wait."""
@@ -157,7 +162,7 @@ class Engine:
             DuplicateRequest: its id is in flight. Overloaded: too many samples wait.
         """
         self._check_usable()
-        self.check_request(request)
+        rules = self._check(request)
         if request.request_id in self.scheduler.requests:
             raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight; abort it or choose another id")
         if not self.has_room(request.params.n):
@@ -166,7 +171,7 @@ class Engine:
                 f"{self.config.scheduler.max_waiting}; try again later"
             )
         seed = request.params.seed if request.params.seed is not None else self._entropy(64)
-        self.scheduler.add(Request(request, self.info, seed, self._stop_matcher))
+        self.scheduler.add(Request(request, self.info, seed, self._stop_matcher, rules))
 
     def abort(
         self,

@@ -15,6 +15,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_IDS = 1 << 20
+"""of stop_token_ids and of allowed_token_ids"""
 U64 = 1 << 64
 
 
@@ -62,6 +64,13 @@ def check_ids(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 31:
             raise BadRequest(f"{name}[{i}] must be a token id (an int in [0, 2**31)), got {show(v)}", field=name)
     return ids
+
+
+def _few_ids(name: str, value: Any) -> tuple[int, ...]:
+    """`check_ids` of at most MAX_IDS."""
+    if hasattr(value, "__len__") and len(value) > MAX_IDS:
+        raise BadRequest(f"{name} must hold at most {MAX_IDS} ids, got {len(value)}", field=name)
+    return check_ids(name, value)
 
 
 def _key(value: Any) -> int:
@@ -177,8 +186,7 @@ class SamplingParams:
             value = getattr(self, name)
             if name != "logit_bias" and (value is not None or name not in ("max_tokens", "seed")):
                 put(self, name, bound.check(name, value))
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise BadRequest(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", field="min_tokens")
+        self._check_lengths()
         if 0.0 < self.temperature < 1e-8:
             raise BadRequest(f"temperature must be 0 (greedy) or at least 1e-8, got {self.temperature!r}", field="temperature")
         put(self, "top_k", max(0, self.top_k))
@@ -192,17 +200,21 @@ class SamplingParams:
                 raise BadRequest(f"stop must hold strings of at most {MAX_STOP_CHARS} characters, got one of {len(s)}", field="stop")
             check_text("stop", s)
         put(self, "stop", stop)
-        put(self, "stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids))
+        put(self, "stop_token_ids", _few_ids("stop_token_ids", self.stop_token_ids))
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise BadRequest(f"{name} must be true or false, got {show(getattr(self, name))}", field=name)
         self._check_logit_changes()
 
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", field="min_tokens")
+
     def _check_logit_changes(self) -> None:
         put = object.__setattr__
         put(self, "logit_bias", _bias({} if self.logit_bias is None else self.logit_bias))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", check_ids("allowed_token_ids", self.allowed_token_ids))
+            put(self, "allowed_token_ids", _few_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise BadRequest("allowed_token_ids must hold at least one id, or be null for all; got none", field="allowed_token_ids")
 
@@ -210,6 +222,15 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether logits depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def varied(self, **own: int) -> SamplingParams:
+        """The same but for a `max_tokens` or `seed` of its own. Lists are shared, and not looked at again."""
+        new, put = object.__new__(type(self)), object.__setattr__
+        for f in fields(self):
+            value = getattr(self, f.name)
+            put(new, f.name, SAMPLING_BOUNDS[f.name].check(f.name, own[f.name]) if f.name in own else value)
+        new._check_lengths()
+        return new
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, fit for msgpack and JSON; `from_wire` is its inverse."""

@@ -31,6 +31,7 @@ from ..errors import RollsyncError, describe
 from ..wire import COLUMNS, error_to_wire, pack_array
 from .config import EngineConfig
 from .loop import EngineLike, EngineLoop
+from .params import SamplingParams
 from .types import RolloutRequest, SampleOutput
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ def start_heartbeat(loop: EngineLoop, outbox: Outbox) -> None:
 
 def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> None:
     """Hand what arrives to the loop until it ended."""
+    shared: dict[int, SamplingParams] = {}  # by key: those of calls whose requests are coming
     while not outbox.ended.is_set():
         if not inbox.poll(200):
             continue
@@ -172,7 +174,11 @@ def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> 
         try:
             message = msgpack.unpackb(frame)
             if message[0] == "request":
-                _submit(loop, outbox, message[1])
+                _submit(loop, outbox, message[1], shared)
+            elif message[0] == "params":
+                shared.pop(message[1], None)
+                if message[2] is not None:
+                    shared[message[1]] = SamplingParams.from_wire(message[2])
             elif message[0] == "command":
                 loop.command(message[2], message[3], _replier(outbox, message[1]))
             elif message[0] == "chunk":
@@ -182,9 +188,19 @@ def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> 
             log.error("a message could not be read", exc_info=error)
 
 
-def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any]) -> None:
+def _params(wire: Any, shared: dict[int, SamplingParams]) -> SamplingParams:
+    """Of a request: its own, or [key of shared ones, what differs from them]."""
+    if isinstance(wire, dict):
+        return SamplingParams.from_wire(wire)
+    key, own = wire
+    if key not in shared:
+        raise RollsyncError("the sampling_params of this request's call could not be read")
+    return shared[key].varied(**own) if own else shared[key]
+
+
+def _submit(loop: EngineLoop, outbox: Outbox, wire: dict[str, Any], shared: dict[int, SamplingParams]) -> None:
     try:
-        loop.submit(RolloutRequest.from_wire(wire))
+        loop.submit(RolloutRequest.from_wire(wire, _params(wire["params"], shared)))
     except RollsyncError as error:
         outbox.rejected(wire["request_id"], error)
     except Exception as error:

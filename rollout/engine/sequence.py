@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import RollsyncError, describe
+from .admission import Rules
 from .columns import Columns, columns_for
 from .runner_info import RunnerInfo
 from .types import RolloutRequest, SlotInit
@@ -69,7 +70,9 @@ class Request:
         "stop_ids",
     )
 
-    def __init__(self, spec: RolloutRequest, info: RunnerInfo, seed: int, make_matcher: StopMatcherFactory | None) -> None:
+    def __init__(
+        self, spec: RolloutRequest, info: RunnerInfo, seed: int, make_matcher: StopMatcherFactory | None, rules: Rules
+    ) -> None:
         params = spec.params
         self.spec = spec
         self.id = spec.request_id
@@ -77,11 +80,10 @@ class Request:
         self.arrival = 0
         self.prompt = spec.prompt_token_ids
         self.make_matcher = make_matcher if params.stop and not spec.score_only else None
-        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(info.eos_token_ids))
+        self.stop_ids = rules.stop_ids
         limit = min(info.max_model_len, info.num_blocks * info.block_tokens)
         self.max_len = limit if params.max_tokens is None else min(limit, len(self.prompt) + params.max_tokens)
-        self.banned_ids = tuple(sorted(self.stop_ids)) if params.min_tokens else ()
-        self.logit_bias = tuple(params.logit_bias.items())
+        self.banned_ids, self.logit_bias = rules.banned_ids, rules.logit_bias
         self.banned_until = len(self.prompt) + params.min_tokens if params.min_tokens else 0
         self.columns = columns_for(spec.include, params)
         """names of the value columns of its samples"""

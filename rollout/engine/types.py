@@ -80,15 +80,15 @@ class RolloutRequest:
                 raise BadRequest(f"{name} must be a string or null, got {show(value)}", field=name)
             check_text(name, value or "")
 
-    def to_wire(self) -> dict[str, Any]:
-        """Msgpack-able dict; `from_wire` is its inverse."""
+    def to_wire(self, params: Any = None) -> dict[str, Any]:
+        """Msgpack-able dict; `from_wire` is its inverse. `params` stands for the params if the other side has them."""
         wire = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "params"}
-        wire["params"] = self.params.to_wire()
+        wire["params"] = self.params.to_wire() if params is None else params
         return wire
 
     @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> RolloutRequest:
-        return cls(**{**wire, "params": SamplingParams.from_wire(wire["params"])})
+    def from_wire(cls, wire: dict[str, Any], params: SamplingParams | None = None) -> RolloutRequest:
+        return cls(**{**wire, "params": SamplingParams.from_wire(wire["params"]) if params is None else params})
 
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -140,7 +140,10 @@ class SampleOutput:
 
     def to_wire(self) -> dict[str, Any]:
         """Msgpack-able dict without the empty fields; `SampleOutput(**wire)` is its inverse."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        return {name: v for name in _OUTPUT_NAMES if (v := getattr(self, name)) is not None}
+
+
+_OUTPUT_NAMES = tuple(f.name for f in fields(SampleOutput))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

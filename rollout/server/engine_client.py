@@ -26,6 +26,7 @@ import zmq
 import zmq.asyncio
 
 from ..engine.config import EngineConfig
+from ..engine.params import SamplingParams
 from ..engine.process import flatten
 from ..engine.types import RolloutRequest
 from ..errors import ConfigError, EngineDead, RollsyncError, ShuttingDown
@@ -88,6 +89,11 @@ def exit_words(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-code).name}"
     return f"killed by signal {-code}"
+
+
+def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """`to_wire`, each id once."""
+    return {k: list(dict.fromkeys(v)) if k in ("stop_token_ids", "allowed_token_ids") else v for k, v in params.to_wire().items()}
 
 
 class EngineProcess:
@@ -180,11 +186,27 @@ class EngineProcess:
             raise self.lost()
         return self.snapshot.info
 
-    def submit(self, request: RolloutRequest, deliver: Deliver) -> None:
-        """Send a request; its outputs, or its error, go to `deliver` on this loop."""
+    def share(self, params: SamplingParams) -> int:
+        """Tell the engine of params that several requests have in common, under the key returned, until `unshare`."""
         if self.dead is not None:
             raise self.lost()
-        self._send("request", request.to_wire())
+        self._numbers += 1
+        self._send("params", self._numbers, _params_to_wire(params))
+        return self._numbers
+
+    def unshare(self, key: int) -> None:
+        """All requests that name these params are sent."""
+        with contextlib.suppress(EngineDead):
+            self._send("params", key, None)
+
+    def submit(self, request: RolloutRequest, deliver: Deliver, shared: tuple[int, dict[str, int]] | None = None) -> None:
+        """Send a request; its outputs, or its error, go to `deliver` on this loop.
+
+        `shared` says what its params are: the key of those told before, and what differs from them (see SamplingParams.varied).
+        """
+        if self.dead is not None:
+            raise self.lost()
+        self._send("request", request.to_wire(_params_to_wire(request.params) if shared is None else shared))
         self._waiters[request.request_id] = _Waiter(deliver, request.params.n)
 
     def forget(self, request_id: str) -> bool:

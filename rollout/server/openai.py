@@ -17,7 +17,7 @@ from .openai_errors import error_body
 from .openai_protocol import OpenAIRequest, parse_chat, parse_completion
 from .openai_replies import Prompt, Reply
 from .openai_schemas import ERRORS
-from .protocol import PromptSpec, RolloutCall, check_num_samples
+from .protocol import Naming, PromptSpec, RolloutCall, check_num_samples
 from .replies import ClientGone, frame, give, reply, take, until_disconnect, wants_msgpack
 from .rollouts import RolloutService, Ticket
 from .schemas import SSE, route
@@ -115,6 +115,7 @@ class Call:
         ]
         return RolloutCall(
             prompts=specs,
+            naming=Naming(params=""),
             include=("prompt_logprobs",) if request.prompt_logprobs else (),
             request_id=request.request_id,
             group=request.group,

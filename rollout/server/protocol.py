@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.params import MAX_SAMPLES, SAMPLING_BOUNDS, SAMPLING_NAMES, U64, SamplingParams
+from ..engine.params import MAX_IDS, MAX_SAMPLES, SAMPLING_BOUNDS, SAMPLING_NAMES, U64, SamplingParams
 from ..errors import BadRequest
 from ..fields import is_message
+from ..wire import is_array
 from .checks import (
     Field,
     Schema,
@@ -114,6 +115,7 @@ class PromptSpec:
     messages: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any]
     params: SamplingParams
+    """lists in it are the call's"""
     first_sample: int | None
     continue_from: tuple[int, ...] = ()
     forced_token_ids: tuple[int, ...] = ()
@@ -124,6 +126,8 @@ class PromptSpec:
     """to `text`"""
     score_only: bool = False
     """score forced_token_ids to their end and sample nothing"""
+    own: dict[str, int] = field(default_factory=dict)
+    """what of `params` differs from the call's: max_tokens, seed"""
 
     @property
     def text_field(self) -> str:
@@ -133,10 +137,11 @@ class PromptSpec:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How errors name what came: the list of the prompts, and the engine's fields in one of them."""
+    """How errors name what came: the list of the prompts, the engine's fields in one of them, and where SamplingParams' fields are."""
 
     items: str = "prompts"
     fields: tuple[tuple[str, str], ...] = (("prompt_token_ids", "token_ids"),)
+    params: str = "sampling_params."
 
     def path(self, i: int, name: str = "") -> str:
         """`name` may go on: "token_ids[3] must be…"."""
@@ -165,15 +170,35 @@ class RolloutCall:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
     naming: Naming = Naming()
+    params: SamplingParams | None = None
+    """those of prompts without own ones; None: all have those of the first"""
     all_or_none: bool = False
     """a prompt that is refused keeps those behind it from being looked at"""
+
+    @property
+    def shared_params(self) -> SamplingParams:
+        """Those whose lists every prompt has."""
+        return self.params or self.prompts[0].params
+
+
+_IDS = {**token_ids.schema, "maxItems": MAX_IDS}
+
+
+def _few_ids(path: str, value: Any) -> Any:
+    """Ids of a list in SamplingParams, or of a wire array; how many are allowed is clear before they are looked at."""
+    size = len(value) if isinstance(value, list) else 0
+    if is_array(value) and isinstance(value["shape"], list) and value["shape"] and isinstance(value["shape"][0], int):
+        size = value["shape"][0]
+    if size > MAX_IDS:
+        raise BadRequest(f"{path} must hold at most {MAX_IDS} ids, got {size}", field=path)
+    return token_ids(path, value)
 
 
 def _sampling(wire: dict[str, Any], path: str) -> SamplingParams:
     """SamplingParams of `wire`; errors name the field by `path`."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         if wire.get(name) is not None:
-            wire = {**wire, name: token_ids(f"{path}.{name}", wire[name])}
+            wire = {**wire, name: _few_ids(f"{path}.{name}", wire[name])}
     for name, look in (("stop", stops), ("logit_bias", logit_bias)):
         if wire.get(name) is not None:
             wire = {**wire, name: look(f"{path}.{name}", wire[name])}
@@ -211,7 +236,14 @@ def _how_to_write(value: Any) -> str:
     return ' ({"text": "..."})' if isinstance(value, str) else ' ({"token_ids": [...]})' if isinstance(value, list) else ""
 
 
-def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int) -> PromptSpec:
+def _own_params(shared: SamplingParams, own: dict[str, int], path: str) -> SamplingParams:
+    try:
+        return shared.varied(**own) if own else shared
+    except BadRequest as error:
+        raise BadRequest(f"{path}.{error}", field=f"{path}.{error.field}") from None
+
+
+def _prompt(value: Any, path: str, shared: SamplingParams, start: int) -> PromptSpec:
     if not isinstance(value, dict):
         raise fail(path, f"an object{_how_to_write(value)}", value)
     if is_message(value):
@@ -219,8 +251,8 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int)
     _refuse_misplaced(value, PROMPT_FIELDS, path)
     got = read(value, PROMPT_FIELDS, path)
     check_kind(got, path)
-    if "continue_from" in got and n != 1:
-        raise BadRequest(f"{path}.continue_from needs n = 1, got n = {n}", field=f"{path}.continue_from")
+    if "continue_from" in got and shared.n != 1:
+        raise BadRequest(f"{path}.continue_from needs n = 1, got n = {shared.n}", field=f"{path}.continue_from")
     if "continue_from" in got and "forced_token_ids" in got:
         raise BadRequest(f"{path}: give continue_from or forced_token_ids, not both", field=f"{path}.continue_from")
     own: dict[str, Any] = {k: got[k] for k in ("max_tokens", "seed") if k in got}
@@ -229,7 +261,8 @@ def _prompt(value: Any, path: str, sampling: dict[str, Any], n: int, start: int)
         text=got.get("text"),
         messages=got.get("messages"),
         chat_template_kwargs=got.get("chat_template_kwargs", {}),
-        params=_sampling({**sampling, **own, "n": n}, path if own else "sampling_params"),
+        params=_own_params(shared, own, path),
+        own=own,
         first_sample=got.get("first_sample"),
         continue_from=got.get("continue_from", ()),
         forced_token_ids=got.get("forced_token_ids", ()),
@@ -265,13 +298,14 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     check_num_samples(len(got["prompts"]), n)
     if "n" in sampling:
         raise BadRequest("sampling_params.n is not a field here: give n beside prompts", field="sampling_params.n")
-    _sampling(sampling, "sampling_params")
+    shared = _sampling({**sampling, "n": n}, "sampling_params")
     if got.get("detach_s") and not got.get("stream") and "request_id" not in got:
         raise BadRequest("detach_s needs a request_id to re-attach by (or a stream, whose start event tells the id)", field="detach_s")
     if got.get("detach_s") and "request_id" in got:
         _check_addressable(got["request_id"])
     return RolloutCall(
-        prompts=[_prompt(p, f"prompts[{i}]", sampling, n, got.get("prompt_logprobs_start", 0)) for i, p in enumerate(got["prompts"])],
+        prompts=[_prompt(p, f"prompts[{i}]", shared, got.get("prompt_logprobs_start", 0)) for i, p in enumerate(got["prompts"])],
+        params=shared,
         include=got.get("include", ()),
         request_id=got.get("request_id"),
         group=got.get("group"),
@@ -319,7 +353,7 @@ def schemas() -> dict[str, Schema]:
         "Prompt": object_schema(PROMPT_FIELDS, "Exactly one of token_ids, text, messages.", anyOf=one_of),
         "SamplingParams": of_dataclass(
             SamplingParams, SAMPLING_BOUNDS, skip=("n",), stop=stops.schema, logit_bias=logit_bias.schema,
-            stop_token_ids=token_ids.schema, allowed_token_ids=token_ids.schema,
+            stop_token_ids=_IDS, allowed_token_ids=_IDS,
         ),
         "Abort": object_schema(ABORT_FIELDS, "Exactly one of request_id, group, session, all."),
     }

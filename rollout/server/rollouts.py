@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
-from ..errors import DetachLimit, DuplicateRequest, IllegalState, NotReady, RollsyncError, UnknownRequest, show
+from ..errors import BadRequest, DetachLimit, DuplicateRequest, IllegalState, NotReady, RollsyncError, UnknownRequest, show
 from ..wire import error_to_wire, pack_array
+from .checks import check_vocabulary
 from .engine_client import EngineProcess
 from .protocol import RolloutCall
 from .text import TextService
@@ -35,6 +36,17 @@ def reply_bytes(call: RolloutCall, max_model_len: int) -> int:
         scored = prompt_tokens if "prompt_logprobs" in call.include else 0
         total += 40 * prompt_tokens + prompt.params.n * (1024 + 4 * (columns + likeliest) * new + 4 * scored)
     return total
+
+
+def check_params(call: RolloutCall, vocab_size: int | None) -> None:
+    """BadRequest if an id in what all prompts of `call` share is none that the model can sample."""
+    params, where = call.shared_params, call.naming.params
+    check_vocabulary(f"{where}stop_token_ids", params.stop_token_ids, vocab_size)
+    check_vocabulary(f"{where}allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    beyond = next((token for token in params.logit_bias if vocab_size is not None and token >= vocab_size), None)
+    if beyond is not None:
+        path = f"{where}logit_bias"
+        raise BadRequest(f"{path} must name token ids in [0, {vocab_size}), got {beyond}", field=path)
 
 
 class Usage:
@@ -93,6 +105,7 @@ class RolloutService:
             if self.in_flight[call_id].call.detach_s:
                 state = f"in flight or kept: GET /v1/rollouts/{quote(call_id, safe='')} re-attaches"
             raise DuplicateRequest(f"request_id {show(call_id)} is {state}")
+        check_params(call, self.engine.snapshot.info.get("vocab_size"))
         if call_id in self._sent:
             self._sent[call_id].close()
         if call.detach_s:

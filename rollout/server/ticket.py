@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from ..engine.columns import columns_for, empty_output
+from ..engine.params import SAMPLING_NAMES
 from ..engine.process import output_to_wire
 from ..engine.types import RolloutRequest
 from ..errors import BadRequest, EngineDead, IllegalState, RollsyncError, UnknownRequest
@@ -40,6 +41,10 @@ SUBMIT_PIECE_TOKENS = 1 << 14
 PROMPT_TOKENS = 256
 """what a prompt counts besides its own"""
 OPTIONAL_COLUMNS = tuple(name for name in COLUMNS if name not in ("token_ids", "logprobs"))
+
+
+SHARED_NAMES = SAMPLING_NAMES - {"max_tokens", "seed"}
+"""params that no prompt has of its own"""
 
 
 def sample_to_reply(output: Output) -> dict[str, Any]:
@@ -70,6 +75,10 @@ def name_prompt(error: RollsyncError, i: int, naming: Naming) -> RollsyncError:
     if not isinstance(error, BadRequest) or (error.field or "").startswith(f"{naming.items}["):
         return error
     field, message = error.field, str(error)
+    shared = (field or "").split("[")[0]
+    if shared in SHARED_NAMES and message.startswith(shared):
+        where = "" if shared == "n" else naming.params
+        return type(error)(where + message, field=f"{where}{field}")
     if field is None:
         return type(error)(f"{naming.path(i)}: {message}", field=naming.path(i))
     return type(error)(
@@ -99,6 +108,8 @@ class Ticket:
         self._mailbox.rewind(deltas=call.stream == "tokens")
         self._open: dict[str, tuple[int, int]] = {}
         """(prompt index, samples to come) of the requests in the engine"""
+        self._shared: int | None = None
+        """key of the params that the engine was told of once for all prompts"""
         self._counts: Counter[tuple[tuple[int, ...], int | None]] = Counter()
         loop = asyncio.get_running_loop()
         self._timer = None if call.deadline_s is None else loop.call_later(call.deadline_s, self.abort, "deadline")
@@ -174,13 +185,24 @@ class Ticket:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
+        key = None
+        try:
+            if len(self.call.prompts) > 1:
+                key = self._shared = self._engine.share(self.call.shared_params)
+            await self._submit_all()
+        except EngineDead as error:
+            self._mailbox.put(0, error)
+        finally:
+            if key is not None:
+                self._engine.unshare(key)
+
+    async def _submit_all(self) -> None:
         turns = Turns(SUBMIT_PIECE_TOKENS)
         for i, prompt in enumerate(self.call.prompts):
             try:
                 await self._submit(i, prompt)
-            except EngineDead as error:
-                self._mailbox.put(i, error)
-                return
+            except EngineDead:
+                raise
             except RollsyncError as error:
                 self._refuse(i, error)
             except Exception as error:  # one prompt's fault must not end the others
@@ -232,7 +254,7 @@ class Ticket:
                 self._mailbox.put(i, {**output, "sample_index": request.first_sample + k})
                 await turns.after()
             return
-        self._engine.submit(request, self._deliver)
+        self._engine.submit(request, self._deliver, None if self._shared is None else (self._shared, prompt.own))
         self._open[request_id] = (i, prompt.params.n)
 
     async def _ids(self, i: int, prompt: PromptSpec) -> tuple[int, ...]:

@@ -122,10 +122,10 @@ def test_faults_end_their_own_item(in_front: Any, monkeypatch: pytest.MonkeyPatc
 
         submit = front.engine.submit
 
-        def refuse_second(request: Any, deliver: Any) -> None:
+        def refuse_second(request: Any, deliver: Any, shared: Any) -> None:
             if request.prompt_token_ids == (2,):
                 raise RuntimeError("no admission today")
-            submit(request, deliver)
+            submit(request, deliver, shared)
 
         monkeypatch.setattr(front.engine, "submit", refuse_second)
         refused = await front.rollouts(*good, n=2)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import sys
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from rollsync import EngineConfig
 from rollsync.rollout.engine.process import MESSAGE_OUTPUTS, Outbox
 from rollsync.rollout.engine.types import SampleOutput
 from rollsync.rollout.errors import BadRequest
 from rollsync.rollout.server.app import _packed
-from rollsync.rollout.server.engine_client import EngineProcess
 from rollsync.rollout.server.protocol import MAX_CALL_SAMPLES, parse_rollouts
-from rollsync.rollout.server.rollouts import RolloutService
-from rollsync.rollout.server.text import TextService
+
+sys.path.append(str(Path(__file__).parent))
+from lone_front import Front
 
 N = 4096
 
@@ -29,33 +28,6 @@ def outbox() -> tuple[Outbox, list[bytes]]:
     box = Outbox.__new__(Outbox)
     box._send = frames.append  # type: ignore[method-assign]
     return box, frames
-
-
-class Front:
-    """The service over an engine process that is not there: what is sent to it is kept, what it says is said here."""
-
-    def __init__(self) -> None:
-        config = EngineConfig(model="fake")
-        self.engine = EngineProcess(config)
-        self.engine.snapshot.info = {"vocab_size": 100, "embed_size": 100, "max_model_len": 64}
-        self.engine._ready.set()
-        self.sent: list[Any] = []
-        self.engine._send = lambda *message: self.sent.append(msgpack.unpackb(msgpack.packb(message)))  # type: ignore[method-assign]
-        self.service = RolloutService(self.engine, TextService(config))
-
-    def requests(self) -> list[Any]:
-        return [message[1] for message in self.sent if message[0] == "request"]
-
-    async def says(self, frames: list[bytes]) -> None:
-        """Have all frames received at once, as those that came while the loop was busy are."""
-
-        async def there(frame: bytes) -> bytes:
-            return frame
-
-        left = iter(frames)
-        self.engine._from = SimpleNamespace(recv=lambda: there(next(left)))  # type: ignore[assignment]
-        with contextlib.suppress(RuntimeError):  # no frame is left
-            await self.engine._read_messages()
 
 
 async def turns(work: Any) -> tuple[Any, int]:

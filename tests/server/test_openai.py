@@ -309,7 +309,7 @@ BAD: list[tuple[bool, dict[str, Any], str]] = [
     (False, {"logit_bias": {"999": 1}}, "logit_bias"),
     (False, {"logit_bias": {"x": 1}}, "logit_bias"),
     (False, {"extra_body": {"stream": False, "stream_options": {"include_usage": True}}}, "stream_options"),
-    (False, {"extra_body": {"stop_token_ids": [999]}}, "stop_token_ids"),
+    (False, {"extra_body": {"stop_token_ids": [999]}}, "stop_token_ids[0]"),
     (False, {"extra_body": {"allowed_token_ids": [-1]}}, "allowed_token_ids"),
     (False, {"extra_body": {"use_beam_search": True}}, "use_beam_search"),
     (False, {"extra_body": {"prompt_logprobs": 3}}, "prompt_logprobs"),
