@@ -22,7 +22,7 @@ T = TypeVar("T")
 BODY_GRACE_S = 60.0
 BODY_BYTES_PER_S = 16 << 10
 """a body that is not whole BODY_GRACE_S, and a second per so many bytes, after its headers is refused"""
-ASIDE_BYTES = 1 << 18
+ASIDE_BYTES = 1 << 16
 """bodies of more than this are worked on in a thread"""
 CHUNK_BYTES = 1 << 18
 """bodies are sent in pieces of this many, each once the last has left: a caller that hangs up is noticed"""
