@@ -198,7 +198,7 @@ def load_weights(
     total, done = sum(map(checkpoint.nbytes, checkpoint.shapes)), 0
     for name in checkpoint.shapes:
         if (twin := tied_name(cfg, name)) is not None:
-            _check_tie(checkpoint, name, twin)
+            _check_tie(checkpoint, path, name, twin)
         elif not is_ignored(cfg, name):
             source = checkpoint.read(name)
             for w in plan(cfg, name, tp_rank, tp_size):
@@ -214,10 +214,10 @@ def load_weights(
         assert written[name] == _elements(spec.shape), f"the name table covers {written[name]} elements of {name} {spec.shape}"
 
 
-def _check_tie(checkpoint: Checkpoint, name: str, twin: str) -> None:
+def _check_tie(checkpoint: Checkpoint, path: str | os.PathLike[str], name: str, twin: str) -> None:
     if not torch.equal(checkpoint.read(name), checkpoint.read(twin)):
         raise CheckpointError(
-            f"the config ties {name} to {twin}, but the checkpoint holds different values for them: "
+            f"{path}: the config ties {name} to {twin}, but the checkpoint holds different values for them: "
             "tie_word_embeddings must be false in config.json if the head has weights of its own"
         )
 

@@ -87,10 +87,10 @@ def engine_of(folder: str, **options: Any) -> Engine:
     return Engine(folder, **{**OPTIONS, **options})
 
 
-@pytest.mark.parametrize("kernels", [None, "reference"])
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("tied", ["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [(None, apply, tied, dtype) for apply in ("staged", "in_place") for tied in ("tied", "untied") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("kernels", "apply", "tied", "dtype"), [*CASES, ("reference", "staged", "tied", "bfloat16")])
 def test_after_a_sync_the_engine_is_a_fresh_one(folders: dict[str, str], kernels: str | None, apply: str, tied: str, dtype: str) -> None:
     old, new = folders[tied], folders[f"{tied}-new"]
     with engine_of(new, dtype=dtype, kernels=kernels) as fresh, engine_of(old, dtype=dtype, kernels=kernels) as engine:
