@@ -73,6 +73,8 @@ class Drain:
     then: str
     """keep or abort: what becomes of the rest at the deadline"""
     report: dict[str, Any]
+    ids: set[str]
+    """requests that it waits for: those here when it began; later ones do not keep it from ending"""
     reply: Callable[[dict[str, Any]], None] | None = None
 
 
@@ -146,7 +148,7 @@ class Control:
         if mode == "drain" and self._engine.scheduler.has_work:
             expires_at = None if timeout_s is None else self._clock() + timeout_s
             report["before"] = self._engine.scheduler.counters["finished"]
-            self._drain = Drain(owner, expires_at, at_timeout, report, reply)
+            self._drain = Drain(owner, expires_at, at_timeout, report, set(self._engine.scheduler.requests), reply)
             return {**report, "draining": True}
         report.update(self._come_to_rest(mode))
         if reply is not None:
@@ -169,9 +171,10 @@ class Control:
         over = drain.expires_at is not None and now >= drain.expires_at
         if drain.owner not in self.lifecycle.leases:  # resumed meanwhile
             self._end_drain(drain, {"resumed": True})
-        elif not scheduler.has_work or over:
-            rest = self._come_to_rest(drain.then) if scheduler.has_work else {}
-            self._end_drain(drain, rest)
+        elif over:
+            self._end_drain(drain, self._come_to_rest(drain.then))
+        elif drain.ids.isdisjoint(scheduler.requests):
+            self._end_drain(drain, self._come_to_rest("keep"))
 
     def _end_drain(self, drain: Drain, rest: dict[str, Any]) -> None:
         self._drain = None

@@ -216,6 +216,8 @@ class Engine:
         An exception within comes through as it is; after it the engine is broken and can only be closed.
         """
         self._check_usable()
+        if not self.control.may_step:
+            raise IllegalState(f"no step runs now: {self.control.lifecycle.why_not_running()}")
         if not self._stepping.acquire(blocking=False):
             raise IllegalState("another thread is in step(): an engine is driven by one thread")
         try:

@@ -259,3 +259,30 @@ def test_sleep_gives_memory_back_and_wake_the_same_bits(folders: dict[str, str])
         assert not engine.control.wake()["running"]
         sync(engine, tensors_of(folders["untied"]))
         assert run(engine) == before
+
+
+def test_a_paused_engine_makes_no_step(engine: Engine) -> None:
+    engine.control.pause(owner="me")
+    with pytest.raises(IllegalState, match="paused by me"):
+        engine.generate([list(PROMPTS[0])], SamplingParams(max_tokens=2))
+    engine.abort(all=True)
+    engine.control.resume("me")
+    assert run(engine)
+
+
+def test_a_drain_ends_with_the_requests_it_found(engine: Engine) -> None:
+    def add(name: str, new: int) -> None:
+        params = SamplingParams(seed=1, max_tokens=new, ignore_eos=True)
+        engine.add_request(RolloutRequest(request_id=name, prompt_token_ids=PROMPTS[0], params=params))
+
+    add("first", 5)
+    reports: list[dict[str, Any]] = []
+    assert engine.control.pause(mode="drain", reply=reports.append)["draining"]
+    add("later", 40)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        outputs += engine.poll()
+    assert [o.request_id for o in outputs] == ["first"] and [r["drained"] for r in reports] == [1]
+    engine.control.resume()
+    assert [len(ids) for ids, _ in finish(engine)] == [40]
