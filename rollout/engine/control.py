@@ -266,12 +266,7 @@ class Control:
         check_choice("kv_policy", kv_policy, KV_POLICIES)
         apply = check_choice("apply", apply or "staged", APPLY)
         version = state.version + 1 if version is None else version
-        if version < state.version and not force:
-            raise BadRequest(f"version must not go back from {state.version} to {version} (unless force is true)", field="version")
-        if mode == "partial" and base_version is not None and base_version != state.version:
-            raise IllegalState(f"the update builds on version {base_version}, but version {state.version} is served")
-        if mode == "partial" and state.invalid is not None:
-            raise state.illegal("a partial update")
+        self._check_base(version, base_version, mode, force)
         try:
             read = manifest if isinstance(manifest, Manifest) else Manifest.from_wire(manifest)
         except ManifestError as error:
@@ -308,6 +303,16 @@ class Control:
         if apply == "in_place":
             state.pause(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep", deadline_s)
         return update
+
+    def _check_base(self, version: int, base_version: int | None, mode: str, force: bool) -> None:
+        """What the weights that are served say to an update of this version."""
+        state = self.lifecycle
+        if version < state.version and not force:
+            raise BadRequest(f"version must not go back from {state.version} to {version} (unless force is true)", field="version")
+        if mode == "partial" and base_version is not None and base_version != state.version:
+            raise IllegalState(f"the update builds on version {base_version}, but version {state.version} is served")
+        if mode == "partial" and state.invalid is not None:
+            raise state.illegal("a partial update")
 
     @staticmethod
     def _update_owner(update: Update) -> str:
