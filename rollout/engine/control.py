@@ -101,7 +101,8 @@ class Control:
     def next_deadline(self) -> float | None:
         """Clock time at which `poll` has something to do even if nothing comes in."""
         times = [lease.expires_at for lease in self.lifecycle.leases.values() if lease.expires_at is not None]
-        times += [u.expires_at for u in self.updates.values() if u.state == "open"]
+        if self.lifecycle.update is not None:
+            times.append(self.updates[self.lifecycle.update].expires_at)
         if self._drain is not None and self._drain.expires_at is not None:
             times.append(self._drain.expires_at)
         return min(times, default=None)
@@ -116,8 +117,9 @@ class Control:
         for lease in self.lifecycle.expire():
             log.warning("the pause of %s expired after its ttl", lease.owner)
         now = self._clock()
-        for update in list(self.updates.values()):
-            if update.state == "open" and now >= update.expires_at:
+        if self.lifecycle.update is not None:
+            update = self.updates[self.lifecycle.update]
+            if now >= update.expires_at:
                 self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed")
         if self._drain is not None:
             self._poll_drain(self._drain, now)

@@ -158,6 +158,18 @@ async def frame(event: dict[str, Any], binary: bool) -> bytes:
     return b"%bdata: %b\n\n" % (name.encode(), data)
 
 
+async def _send_watched(receive: Receive, sending: Coroutine[Any, Any, None], leave: Callable[[bool], None]) -> None:
+    """Send until it is done or the caller hangs up; `leave` is called however it ends, with whether it was sent to its end."""
+    sent = False
+    try:
+        await until_disconnect(receive, sending)
+        sent = True
+    except ClientGone:
+        pass
+    finally:
+        leave(sent)
+
+
 class StreamReply(Response):
     """Sends events as they come. `leave` is called however the stream ends, with whether it was sent to its end."""
 
@@ -173,14 +185,7 @@ class StreamReply(Response):
                 await send({"type": "http.response.body", "body": await frame(event, self._binary), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        sent = False
-        try:
-            await until_disconnect(receive, run())
-            sent = True
-        except ClientGone:
-            pass
-        finally:
-            self._leave(sent)
+        await _send_watched(receive, run(), self._leave)
 
 
 class WholeReply(Response):
@@ -197,11 +202,4 @@ class WholeReply(Response):
                 more = at + CHUNK_BYTES < len(self.body)
                 await send({"type": "http.response.body", "body": self.body[at : at + CHUNK_BYTES], "more_body": more})
 
-        sent = False
-        try:
-            await until_disconnect(receive, run())
-            sent = True
-        except ClientGone:
-            pass
-        finally:
-            self._leave(sent)
+        await _send_watched(receive, run(), self._leave)
