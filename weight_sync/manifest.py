@@ -99,6 +99,30 @@ class Manifest:
     def buckets_of(self, sender: int) -> tuple[Bucket, ...]:
         return tuple(b for b in self.buckets if b.sender == sender)
 
+    def grown(self, tensors: Sequence[TensorEntry], layout: Mapping[str, Any]) -> Manifest:
+        """This manifest and more tensors, held whole by sender 0, in new buckets laid out as foreign senders cut their messages.
+
+        Args:
+            layout: kind "tensors" (a bucket each), "concatenated" (one bucket) or "packed" (closed once its size has reached "bytes").
+                Without padding, so pieces may be unaligned.
+
+        Raises:
+            ManifestError: an unknown layout, or a name that came before.
+        """
+        if problems := _repeated([*self.tensors, *tensors]):
+            raise ManifestError(problems)
+        buckets, pieces, used = list(self.buckets), [], 0
+        limit = _layout_limit(layout)
+        for index, tensor in enumerate(tensors, len(self.tensors)):
+            pieces.append(Piece(index, Box.whole(tensor.shape), used))
+            used += tensor.nbytes
+            if used >= limit:
+                buckets.append(Bucket(0, len(buckets), used, tuple(pieces)))
+                pieces, used = [], 0
+        if pieces:
+            buckets.append(Bucket(0, len(buckets), used, tuple(pieces)))
+        return Manifest((*self.tensors, *tensors), self.bucket_bytes, tuple(buckets))
+
     def to_wire(self) -> dict[str, Any]:
         """Plain dicts and lists; `from_wire` is its inverse."""
         tensors = []
@@ -132,6 +156,27 @@ class Manifest:
         if problems:
             raise ManifestError(problems)
         return plan(tensors, bucket_bytes)
+
+
+def _layout_limit(layout: Mapping[str, Any]) -> float:
+    """Bytes from which on a foreign sender closes a message."""
+    kind, size = layout.get("kind"), layout.get("bytes")
+    if kind == "packed":
+        if not _is_int(size, 1):
+            raise ManifestError([f"layout.bytes must be an int >= 1, got {size!r}"])
+        return float(size)  # type: ignore[arg-type]
+    if kind not in ("tensors", "concatenated"):
+        raise ManifestError([f"layout.kind must be one of tensors, concatenated, packed, got {kind!r}"])
+    return 0.0 if kind == "tensors" else math.inf
+
+
+def read_tensors(raw: Any) -> tuple[TensorEntry, ...]:
+    """Tensors by name, dtype and shape, each held whole by sender 0 unless it says "slices".
+
+    Raises:
+        ManifestError: lists everything that is malformed.
+    """
+    return Manifest.from_wire({"tensors": raw}).tensors
 
 
 def _is_int(value: Any, low: int = 0) -> bool:

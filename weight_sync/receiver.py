@@ -35,6 +35,8 @@ class WeightTarget(Protocol):
 def _tensor_over(raw: memoryview, dtype: torch.dtype) -> Tensor:
     """A tensor over memory that nobody is to write to; valid while `raw` is. (torch warns of read-only buffers.)"""
     address = np.frombuffer(raw, np.uint8).ctypes.data
+    if address % dtype.itemsize:
+        return torch.frombuffer(bytearray(raw), dtype=dtype)
     return torch.frombuffer((ctypes.c_char * raw.nbytes).from_address(address), dtype=dtype)
 
 
@@ -64,6 +66,24 @@ class Receiver:
         self.touched = False
         """whether any byte has gone to the target"""
 
+    def grow(self, manifest: Manifest) -> list[tuple[int, int]]:
+        """Expect a `grown` manifest; (sender, sequence) of the buckets it has more."""
+        with self._lock:
+            fresh = manifest.buckets[len(self.manifest.buckets) :]
+            more = len(manifest.tensors) - len(self.manifest.tensors)
+            self.manifest = manifest
+            self._buckets.update({(b.sender, b.sequence): b for b in fresh})
+            self._digests += [[] for _ in range(more)]
+            self._nonfinite += [0] * more
+        return [(b.sender, b.sequence) for b in fresh]
+
+    def bucket(self, sender: int, sequence: int) -> Bucket:
+        """Raises ChunkError if there is none."""
+        bucket = self._buckets.get((sender, sequence))
+        if bucket is None:
+            raise ChunkError(f"there is no chunk (sender {sender}, sequence {sequence}) in this update: {self._known(sender)}")
+        return bucket
+
     def chunk(self, sender: int, sequence: int, data: Any) -> bool:
         """Take in one bucket. False if it had come before: a retry changes nothing.
 
@@ -73,9 +93,7 @@ class Receiver:
         Raises:
             ChunkError: no such bucket, of another size, or being taken in at this moment. It may be sent again.
         """
-        bucket = self._buckets.get((sender, sequence))
-        if bucket is None:
-            raise ChunkError(f"there is no chunk (sender {sender}, sequence {sequence}) in this update: {self._known(sender)}")
+        bucket = self.bucket(sender, sequence)
         raw = memoryview(data).cast("B")
         if raw.nbytes != bucket.nbytes:
             raise ChunkError(f"chunk (sender {sender}, sequence {sequence}) must be {bucket.nbytes} bytes, got {raw.nbytes}")

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...weight_sync.manifest import Manifest, ManifestError
-from ...weight_sync.transports.links import Link, make_link
+from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
 from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, Lifecycle, check_choice
 from .types import SampleOutput
@@ -42,16 +41,16 @@ class Update:
     """One weight update, from open to its end."""
 
     id: str
-    manifest: Manifest
+    nbytes: int
     version: int
-    mode: str
+    mode: str | None
+    """full or partial; None until the commit of an update that grew"""
     apply: str
     kv_policy: str
     owner: str
     expires_at: float
     deadline_s: float
     refuse_nonfinite: bool
-    link: Link
     state: str = "open"
     """open, committed or aborted"""
     reason: str | None = None
@@ -61,7 +60,7 @@ class Update:
 
     def status(self) -> dict[str, Any]:
         shown = {name: getattr(self, name) for name in ("id", "version", "mode", "apply", "kv_policy", "owner", "state", "reason")}
-        return {**shown, "bytes": self.manifest.nbytes, **self.report}
+        return {**shown, "bytes": self.nbytes, **self.report}
 
 
 @dataclass(slots=True)
@@ -240,11 +239,11 @@ class Control:
 
     def open_update(
         self,
-        manifest: Manifest | Mapping[str, Any],
+        manifest: Manifest | Mapping[str, Any] | None = None,
         *,
         version: int | None = None,
         base_version: int | None = None,
-        mode: str = "full",
+        mode: str | None = None,
         apply: str | None = None,
         kv_policy: str = "recompute",
         owner: str = "trainer",
@@ -256,6 +255,8 @@ class Control:
         """Begin a transaction. Nothing that is served changes before the commit (`staged`).
 
         Args:
+            manifest: the tensors; None for an update that grows by `extend_update`.
+            mode: full (the default of a manifest) or partial; an update that grew is full if it came to be.
             version: of the new weights; None takes the current one plus 1. Not below the current one, unless `force`.
             base_version: what a partial update builds on; refused on any other.
             apply: staged or in_place; None takes what the engine was started with.
@@ -264,30 +265,31 @@ class Control:
             BadRequest, IllegalState; UpdateRefused: tensors do not fit, all of them listed.
         """
         state = self.lifecycle
-        check_choice("mode", mode, MODES)
+        mode = "full" if mode is None and manifest is not None else mode
+        if mode is not None:
+            check_choice("mode", mode, MODES)
         check_choice("kv_policy", kv_policy, KV_POLICIES)
         apply = check_choice("apply", apply or "staged", APPLY)
         version = state.version + 1 if version is None else version
         self._check_base(version, base_version, mode, force)
         try:
-            read = manifest if isinstance(manifest, Manifest) else Manifest.from_wire(manifest)
+            read = manifest if manifest is None or isinstance(manifest, Manifest) else Manifest.from_wire(manifest)
         except ManifestError as error:
             raise UpdateRefused(str(error)) from None
         update_id = uuid.uuid4().hex
         if state.update is not None or state.memory["weights"] != "resident":
             raise state.illegal("opening an update")
         try:
-            link = make_link(transport)
+            problems = self._engine.runner.updates.open(update_id, read, mode=mode, staged=apply == "staged", transport=transport)
         except ValueError as error:
             raise BadRequest(f"transport: {error}", field="transport") from None
-        if problems := self._engine.runner.updates.open(read, mode=mode, staged=apply == "staged"):
-            link.close()
+        if problems:
             raise UpdateRefused(str(ManifestError(problems)))
         state.open_update(update_id)
         now = self._clock()
         update = Update(
             id=update_id,
-            manifest=read,
+            nbytes=read.nbytes if read is not None else 0,
             version=version,
             mode=mode,
             apply=apply,
@@ -296,7 +298,6 @@ class Control:
             expires_at=now + deadline_s,
             deadline_s=deadline_s,
             refuse_nonfinite=refuse_nonfinite,
-            link=link,
             opened_at=now,
         )
         self.updates[update_id] = update
@@ -306,7 +307,7 @@ class Control:
             state.pause(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep", deadline_s)
         return update
 
-    def _check_base(self, version: int, base_version: int | None, mode: str, force: bool) -> None:
+    def _check_base(self, version: int, base_version: int | None, mode: str | None, force: bool) -> None:
         """What the weights that are served say to an update of this version."""
         state = self.lifecycle
         if version < state.version and not force:
@@ -320,22 +321,54 @@ class Control:
     def _update_owner(update: Update) -> str:
         return f"update {update.id}"
 
-    def take_chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any]) -> dict[str, Any]:
-        """Take in one chunk; from any thread. The reply says what is left.
+    def take_chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> dict[str, Any]:
+        """Receive one chunk and take it in; from any thread but the engine's. The reply says what is left.
 
         Raises:
-            BadRequest, IllegalState: there is no such update, or it is over. ChunkError, ValueError: the chunk does not fit.
+            UnknownUpdate, IllegalState: there is no such update, or it is over. ChunkError, ValueError: the chunk did not come or fit.
         """
+        self._still_open(update_id)
+        fresh = self._engine.runner.updates.chunk(update_id, sender, sequence, where)
+        return {"changed": fresh, **self._engine.runner.updates.progress()}
+
+    def extend_update(self, update_id: str, tensors: Any, layout: Mapping[str, Any]) -> dict[str, Any]:
+        """Name more tensors of an update that was opened without a manifest; from any thread.
+
+        Args:
+            tensors: objects with name, dtype and shape.
+            layout: how their bytes are cut into chunks; see `Manifest.grown`.
+
+        Returns:
+            "chunks": [sender, sequence] of those that bring them, in order.
+
+        Raises:
+            ManifestError: everything that does not fit; nothing changed.
+        """
+        update = self._still_open(update_id)
+        chunks = self._engine.runner.updates.extend(update_id, read_tensors(tensors), layout)
+        update.nbytes = self._engine.runner.updates.progress().get("bytes", update.nbytes)
+        return {"chunks": [list(c) for c in chunks]}
+
+    def _still_open(self, update_id: str) -> Update:
         update = self.find_update(update_id)
         if update.state != "open":
-            raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): its chunks are not taken any more")
-        bucket = next((b for b in update.manifest.buckets_of(sender) if b.sequence == sequence), None)
-        data = update.link.view(sender, bucket.nbytes if bucket else 0, where)
-        try:
-            fresh = self._engine.runner.updates.chunk(sender, sequence, data)
-        finally:
-            data.release()
-        return {"changed": fresh, **self._engine.runner.updates.progress()}
+            raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): nothing more is taken in")
+        return update
+
+    def digests(self) -> dict[str, str]:
+        """Digest of every live tensor by name, in hexadecimal and the engine's dtype; from any thread.
+
+        Raises:
+            IllegalState: the weights are not there, or keep changing.
+        """
+        for _ in range(3):
+            epoch = self.lifecycle.epoch
+            if self.lifecycle.memory["weights"] != "resident":
+                raise self.lifecycle.illegal("reading digests")
+            found = self._engine.runner.updates.digests()
+            if epoch == self.lifecycle.epoch:
+                return {name: f"{value:016x}" for name, value in found.items()}
+        raise IllegalState("the weights changed while their digests were taken, three times: try again")
 
     def find_update(self, update_id: str) -> Update:
         """Raises UnknownUpdate for an id that is unknown or forgotten."""
@@ -358,18 +391,28 @@ class Control:
             return {**update.status(), "changed": False}
         if update.state != "open":
             raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): open a new one")
+        mode = self._final_mode(update)
         if problems := self._engine.runner.updates.prepare(digests, refuse_nonfinite=update.refuse_nonfinite):
             raise UpdateRefused(str(ManifestError(problems)))
         self._engine.runner.updates.commit(update.version)
         keep_kv = self._settle_requests(update)
-        epoch = self.lifecycle.commit(update_id, update.version, full=update.mode == "full")
+        update.mode = mode
+        epoch = self.lifecycle.commit(update_id, update.version, full=mode == "full")
         tokens = self._engine.scheduler.new_epoch(epoch, keep_kv=keep_kv)
         self._engine.weight_version = update.version
-        update.link.close()
         self.lifecycle.leases.pop(self._update_owner(update), None)
         update.state = "committed"
         update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
         return {**update.status(), "changed": True}
+
+    def _final_mode(self, update: Update) -> str:
+        """full or partial. Raises UpdateRefused for an update that grew and must be full, but is not."""
+        if update.mode == "partial":
+            return "partial"
+        missing = self._engine.runner.updates.missing()
+        if missing and (update.mode == "full" or self.lifecycle.invalid is not None):
+            raise UpdateRefused(str(ManifestError(missing)))
+        return "partial" if missing else "full"
 
     def _settle_requests(self, update: Update) -> bool:
         """Apply the KV policy, or what a pause already decided. Returns whether running requests keep their KV."""
@@ -390,7 +433,6 @@ class Control:
         if update.state == "aborted":
             return {**update.status(), "changed": False}
         touched = self._engine.runner.updates.abort()
-        update.link.close()
         torn = f"update {update_id} ended half applied ({reason})" if update.apply == "in_place" and touched else None
         self.lifecycle.close_update(update_id, torn=torn)
         self.lifecycle.leases.pop(self._update_owner(update), None)

@@ -21,8 +21,8 @@ from ..errors import BadRequest, IllegalState, RollsyncError, describe
 from ..fields import did_you_mean
 from .columns import VALUE_COLUMNS, empty_output
 from .control import Control
+from .lanes import Lanes
 from .types import RolloutRequest, SampleOutput
-from .weight_lane import WeightLane
 
 log = logging.getLogger(__name__)
 
@@ -176,10 +176,6 @@ def _open_update(engine: Any, sink: Sink, **args: Any) -> Any:
     return engine.control.open_update(**args).status()
 
 
-def _digests(engine: Any, sink: Sink) -> Any:
-    return {name: f"{value:016x}" for name, value in engine.runner.updates.digests().items()}
-
-
 VERBS: dict[str, Callable[..., Any]] = {
     "abort": _abort,
     "status": _status,
@@ -192,9 +188,11 @@ VERBS: dict[str, Callable[..., Any]] = {
     "commit_update": _controlled("commit_update"),
     "abort_update": _controlled("abort_update"),
     "update_status": _controlled("update_status"),
-    "digests": _digests,
 }
 """the commands; each runs between two steps on the thread that owns the engine"""
+
+ASIDE = {"chunk": "take_chunk", "extend": "extend_update", "digests": "digests"}
+"""methods of `Control` that may wait or take long: they run on a lane beside the engine's thread"""
 
 
 def _call(verb: Callable[..., Any], engine: EngineLike, sink: Sink, args: dict[str, Any]) -> Any:
@@ -213,7 +211,8 @@ class EngineLoop:
     def __init__(self, build: Callable[[], EngineLike], sink: Sink) -> None:
         self._build, self._sink = build, sink
         self._queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._lane: WeightLane | None = None
+        self._control: Control | None = None
+        self._lanes = Lanes()
         self._closing = False
         self._steps = 0
         self._stats_at = 0.0
@@ -231,12 +230,15 @@ class EngineLoop:
         """Queue a command; `reply` is called on the loop's thread."""
         self._queue.put(("command", verb, args, reply))
 
-    def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], reply: Reply) -> None:
-        """Hand a chunk of a weight update to the lane beside the engine's thread; `reply` is called there."""
-        if self._lane is None:
-            reply(IllegalState("the engine is not serving yet: open an update first"))
+    def aside(self, lane: str, verb: str, args: dict[str, Any], reply: Reply) -> None:
+        """Run one of ASIDE on a lane, in order with what that lane was given before; `reply` is called there."""
+        control = self._control
+        if control is None:
+            reply(IllegalState("the engine is not serving yet"))
+        elif verb not in ASIDE:
+            reply(BadRequest(f"command must be one of {', '.join(ASIDE)}, got {verb!r}", field="verb"))
         else:
-            self._lane.chunk(update_id, sender, sequence, where, reply)
+            self._lanes.submit(lane, lambda: getattr(control, ASIDE[verb])(**args), reply)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End after the step in progress. False if the thread did not end in time."""
@@ -256,7 +258,7 @@ class EngineLoop:
             self._sink.failed(error)
             return
         if isinstance(control := getattr(engine, "control", None), Control):
-            self._lane = WeightLane(control)
+            self._control = control
         self._sink.ready(engine)
         self._publish(engine, force=True)
         try:
@@ -266,8 +268,7 @@ class EngineLoop:
             self._beat("dead")
             self._sink.dead(traceback.format_exc())
         finally:
-            if self._lane is not None:
-                self._lane.close()
+            self._lanes.close()
             with contextlib.suppress(Exception):
                 engine.close()
 

@@ -181,9 +181,9 @@ def serve_messages(loop: EngineLoop, outbox: Outbox, inbox: zmq.Socket[Any]) -> 
                     shared[message[1]] = SamplingParams.from_wire(message[2])
             elif message[0] == "command":
                 loop.command(message[2], message[3], _replier(outbox, message[1]))
-            elif message[0] == "chunk":
-                _, number, update_id, sender, sequence, where = message
-                loop.chunk(update_id, sender, sequence, where, _replier(outbox, number))
+            elif message[0] == "aside":
+                _, number, lane, verb, args = message
+                loop.aside(lane, verb, args, _replier(outbox, number))
         except Exception as error:  # a message that names nobody to tell: the others' requests go on
             log.error("a message could not be read", exc_info=error)
 

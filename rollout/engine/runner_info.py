@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...weight_sync.manifest import Manifest
+from ...weight_sync.manifest import Manifest, TensorEntry
 from .config import EngineConfig
 from .types import StepPlan, StepResult
 
@@ -51,11 +51,32 @@ class UpdatesLike(Protocol):
     version: int
     """weight version of the next forward pass"""
 
-    def open(self, manifest: Manifest, *, mode: str, staged: bool) -> list[str]:
-        """Get ready for an update, or say all that keeps it from fitting and change nothing."""
+    def open(self, update_id: str, manifest: Manifest | None, *, mode: str | None, staged: bool, transport: Any) -> list[str]:
+        """Get ready for an update, or say all that keeps it from fitting and change nothing. No manifest: `extend` will name tensors.
 
-    def chunk(self, sender: int, sequence: int, data: Any) -> bool:
-        """Take in a bucket; from any thread. False for one that had come before. Raises ChunkError."""
+        Raises:
+            ValueError: the transport cannot be set up.
+        """
+
+    def extend(self, update_id: str, tensors: Sequence[TensorEntry], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Name more tensors of an update; (sender, sequence) of the chunks that will bring them. From any thread.
+
+        Raises:
+            ManifestError: they do not fit; nothing changed. ChunkError: that update is not open.
+        """
+
+    def chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> bool:
+        """Receive a bucket and take it in; from any thread but the engine's. False for one that had come before.
+
+        Args:
+            where: its bytes ("data"), or what its transport says of their place.
+
+        Raises:
+            ChunkError, or another ValueError of the transport: it did not come, or does not fit. It may be tried again.
+        """
+
+    def missing(self) -> list[str]:
+        """What the open update lacks to be a full one."""
 
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
         """First phase of a commit: everything wrong with what has come."""
@@ -64,13 +85,13 @@ class UpdatesLike(Protocol):
         """Second phase, between two steps: what was written is live, under this version. Cannot fail."""
 
     def abort(self) -> bool:
-        """Forget the update. True if a byte of it had been applied."""
+        """Forget the update, without waiting for a sender. True if a byte of it had been applied."""
 
     def progress(self) -> dict[str, Any]:
-        """Bytes and chunks of the open update; from any thread."""
+        """bytes, received_bytes and missing_chunks of the open update; from any thread."""
 
     def digests(self) -> dict[str, int]:
-        """Of the live weights, by checkpoint name, in the engine's dtype."""
+        """Of the live weights, by checkpoint name, in the engine's dtype; from any thread."""
 
 
 class Runner(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,46 +11,43 @@ from torch import Tensor
 from ...kernels.weights import NativeWeights, Weights
 from ...weight_sync.boxes import Box
 from ...weight_sync.digest import box_digest
-from ...weight_sync.manifest import Manifest
+from ...weight_sync.manifest import Manifest, TensorEntry
 from ...weight_sync.receiver import inspect as inspect_plain
 from ..models.config import DecoderConfig
 from ..models.params import hf_shapes, is_ignored, param_specs, plan, tied_name
-
-MODES = ("full", "partial")
 
 
 class ParamTarget:
     """Writes an update into the shadow side (`staged`) or the live side (`in_place`) of a rank's parameters.
 
     Args:
-        weights: both sides; `reserve_shadow` must have been called for `staged`.
-        staged: which side.
+        weights: both sides.
+        staged: which side. The shadow is reserved and seeded by the first write that needs it: neither is work for the engine's thread.
     """
 
     def __init__(self, cfg: DecoderConfig, weights: Weights, *, staged: bool, tp_rank: int = 0, tp_size: int = 1) -> None:
         self._cfg, self._weights, self._staged = cfg, weights, staged
         self._rank, self._size = tp_rank, tp_size
         self._params: list[str] = []
+        self._unseeded: set[str] = set()
 
-    def problems(self, manifest: Manifest, mode: str) -> list[str]:
-        """Everything about the manifest's tensors that does not fit this model: unknown, missing, of another shape."""
-        return manifest_problems(self._cfg, manifest, mode)
-
-    def begin(self, manifest: Manifest) -> None:
-        """Get ready for the manifest's tensors: parameters that it covers in part only keep the rest of what is live."""
+    def cover(self, tensors: Sequence[TensorEntry]) -> None:
+        """Get ready for (more) tensors: a parameter that they cover in part only keeps the rest of what is live."""
         covered: dict[str, int] = {}
-        for tensor in manifest.tensors:
+        for tensor in tensors:
             for w in plan(self._cfg, tensor.name, self._rank, self._size):
                 covered[w.param] = covered.get(w.param, 0) + w.rows * w.cols
-        self._params = list(covered)
-        if self._staged:
-            specs = param_specs(self._cfg, self._size)
-            for name, elements in covered.items():
-                if elements != torch.Size(specs[name].shape).numel():
-                    self._weights.seed_shadow(name)
+        specs = param_specs(self._cfg, self._size) if self._staged else {}
+        for name, elements in covered.items():
+            if name not in self._params:
+                self._params.append(name)
+                if self._staged and elements != torch.Size(specs[name].shape).numel():
+                    self._unseeded.add(name)
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
         """Take in a piece of a whole tensor: what of it this rank keeps, cast (round to nearest) to the engine's dtype."""
+        if self._staged:
+            self._weights.reserve_shadow()
         cast: Tensor | None = None
         for w in plan(self._cfg, name, self._rank, self._size):
             flat = len(box.length) == 1
@@ -58,6 +55,9 @@ class ParamTarget:
             both = box.intersect(kept)
             if both is None:
                 continue
+            if w.param in self._unseeded:
+                self._unseeded.remove(w.param)
+                self._weights.seed_shadow(w.param)
             if cast is None:
                 cast = values.to(self._weights.dtype)
             row = w.dst_row + both.offset[0] - w.src_row
@@ -70,10 +70,15 @@ class ParamTarget:
             self._weights.flip(self._params)
 
 
-def manifest_problems(cfg: DecoderConfig, manifest: Manifest, mode: str) -> list[str]:
+def missing_tensors(cfg: DecoderConfig, manifest: Manifest) -> list[str]:
+    """What a manifest lacks to be a full update of this model."""
+    names = {t.name for t in manifest.tensors}
+    return [f"{name} {list(shape)} is missing" for name, shape in hf_shapes(cfg).items() if name not in names]
+
+
+def manifest_problems(cfg: DecoderConfig, manifest: Manifest, mode: str | None) -> list[str]:
     """What keeps a manifest from being an update of this model; empty if nothing does."""
     wanted = hf_shapes(cfg)
-    names = {t.name for t in manifest.tensors}
     problems = []
     for t in manifest.tensors:
         expected = wanted.get(tied_name(cfg, t.name) or t.name)
@@ -81,9 +86,7 @@ def manifest_problems(cfg: DecoderConfig, manifest: Manifest, mode: str) -> list
             problems.append(f"{t.name} {list(t.shape)} is not part of this model")
         elif expected is not None and t.shape != expected:
             problems.append(f"{t.name} is {list(t.shape)}, must be {list(expected)}")
-    if mode == "full":
-        problems += [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in names]
-    return problems
+    return problems + (missing_tensors(cfg, manifest) if mode == "full" else [])
 
 
 def tie_problems(cfg: DecoderConfig, digests: dict[str, int]) -> list[str]:

@@ -3,65 +3,116 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...kernels.weights import Weights
-from ...weight_sync.manifest import ChunkError, Manifest
+from ...weight_sync.manifest import ChunkError, Manifest, ManifestError, TensorEntry
 from ...weight_sync.receiver import Receiver
+from ...weight_sync.transports.links import Link, make_link
 from ..models.config import DecoderConfig
-from .weight_target import ParamTarget, inspector, live_digests, manifest_problems, tie_problems
+from .weight_target import ParamTarget, inspector, live_digests, manifest_problems, missing_tensors, tie_problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """The update that is open on this rank."""
+
+    id: str
+    receiver: Receiver
+    target: ParamTarget
+    link: Link
 
 
 class WeightUpdates:
-    """Updates of one rank's weights. `chunk` and `progress` may come from any thread, the rest from the engine's."""
+    """Updates of one rank's weights. `extend`, `chunk`, `progress` and `digests` may come from any thread, the rest from the engine's."""
 
     def __init__(self, cfg: DecoderConfig, weights: Weights) -> None:
         self._cfg, self._weights = cfg, weights
         self._inspect = inspector(weights)
         self._lock = threading.Lock()
-        self._open: tuple[Receiver, ParamTarget] | None = None
+        self._open: _Open | None = None
         self.version = 0
 
-    def open(self, manifest: Manifest, *, mode: str, staged: bool) -> list[str]:
+    def open(self, update_id: str, manifest: Manifest | None, *, mode: str | None, staged: bool, transport: Any) -> list[str]:
         assert self._open is None, "the engine opens one update at a time"
-        if problems := manifest_problems(self._cfg, manifest, mode):
+        first = manifest or Manifest(())
+        if problems := manifest_problems(self._cfg, first, mode if manifest is not None else "partial"):
             return problems
-        if staged:
-            self._weights.reserve_shadow()
+        link = make_link(transport)
         target = ParamTarget(self._cfg, self._weights, staged=staged)
-        target.begin(manifest)
-        self._open = Receiver(manifest, target, self._inspect), target
+        target.cover(first.tensors)
+        self._open = _Open(update_id, Receiver(first, target, self._inspect), target, link)
         return []
 
-    def chunk(self, sender: int, sequence: int, data: Any) -> bool:
-        with self._lock:  # an abort waits for the chunk at hand, so nothing is written once it is over
-            if self._open is None:
-                raise ChunkError("no update is open")
-            return self._open[0].chunk(sender, sequence, data)
+    def extend(self, update_id: str, tensors: Sequence[TensorEntry], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
+        open_ = self._opened(update_id)
+        grown = open_.receiver.manifest.grown(tensors, layout)
+        if problems := manifest_problems(self._cfg, Manifest(tuple(tensors)), "partial"):
+            raise ManifestError(problems)
+        with self._lock:
+            self._check_still(open_)
+            open_.target.cover(tensors)
+            return open_.receiver.grow(grown)
+
+    def chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> bool:
+        open_ = self._opened(update_id)
+        bucket = open_.receiver.bucket(sender, sequence)
+        data = open_.link.view(bucket, where)  # may block for as long as its transport waits for the sender
+        try:
+            with self._lock:  # an abort waits for the chunk at hand, so nothing is written once it is over
+                self._check_still(open_)
+                return open_.receiver.chunk(sender, sequence, data)
+        finally:
+            data.release()
+
+    def _opened(self, update_id: str) -> _Open:
+        open_ = self._open
+        if open_ is None or open_.id != update_id:
+            raise ChunkError(f"weight update {update_id} is not open")
+        return open_
+
+    def _check_still(self, open_: _Open) -> None:
+        if self._open is not open_:
+            raise ChunkError(f"weight update {open_.id} ended while a chunk of it came in")
+
+    def missing(self) -> list[str]:
+        assert self._open is not None
+        return missing_tensors(self._cfg, self._open.receiver.manifest)
 
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
         assert self._open is not None
-        receiver = self._open[0]
+        receiver = self._open.receiver
         return receiver.problems(digests, refuse_nonfinite=refuse_nonfinite) or tie_problems(self._cfg, receiver.digests())
 
     def commit(self, version: int) -> None:
         assert self._open is not None
         with self._lock:
-            self._open[1].commit()
-            self._open, self.version = None, version
+            open_, self._open = self._open, None
+            open_.target.commit()
+            self.version = version
+        open_.link.close()
 
     def abort(self) -> bool:
+        open_ = self._open
+        if open_ is None:
+            return False
+        open_.link.close()  # ends a receive that is blocked
         with self._lock:
-            touched = self._open is not None and self._open[0].touched
             self._open = None
-        return touched
+        return open_.receiver.touched
 
     def progress(self) -> dict[str, Any]:
         open_ = self._open
         if open_ is None:
             return {}
-        return {"received_bytes": open_[0].received_bytes, "missing_chunks": len(open_[0].missing())}
+        receiver = open_.receiver
+        return {
+            "bytes": receiver.manifest.nbytes,
+            "received_bytes": receiver.received_bytes,
+            "missing_chunks": len(receiver.missing()),
+        }
 
     def digests(self) -> dict[str, int]:
         return live_digests(self._cfg, self._weights)

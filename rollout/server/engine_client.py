@@ -231,9 +231,19 @@ class EngineProcess:
         finally:
             del self._replies[number]
 
+    async def aside(self, lane: str, verb: str, timeout_s: float = 60.0, **args: Any) -> Any:
+        """Run what may take long beside the steps, in order with what the same lane was given before (see engine/loop.py)."""
+        return await self._ask(repr(verb), timeout_s, "aside", lane, verb, args)
+
     async def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], timeout_s: float = 60.0) -> Any:
-        """Hand a chunk of a weight update over; it is taken in beside the steps."""
-        return await self._ask(f"chunk {sender}/{sequence}", timeout_s, "chunk", update_id, sender, sequence, where)
+        """Have a chunk of a weight update received and taken in."""
+        return await self.aside(update_id, "chunk", timeout_s, update_id=update_id, sender=sender, sequence=sequence, where=where)
+
+    async def extend(self, update_id: str, tensors: list[dict[str, Any]], layout: dict[str, Any]) -> list[list[int]]:
+        """Name more tensors of an update that grows; [sender, sequence] of the chunks that bring them, in order."""
+        reply = await self.aside(update_id, "extend", update_id=update_id, tensors=tensors, layout=layout)
+        chunks: list[list[int]] = reply["chunks"]
+        return chunks
 
     def abort_quietly(self, request_ids: list[str], reason: str) -> None:
         """Free requests nobody waits for; no reply is awaited."""

@@ -154,7 +154,7 @@ async def digests(request: Request) -> Response:
     """Digest of every live tensor by name, in the engine's dtype; given others to compare with, what differs."""
     got = await _fields(request, DIGEST_FIELDS)
     theirs = {name: f"{_digest(name, value):016x}" for name, value in got.get("compare", {}).items()}
-    found = await _service(request).engine.command("digests", timeout_s=120.0)
+    found = await _service(request).engine.aside("digests", "digests", 120.0)
     differ = sorted(name for name, value in theirs.items() if found.get(name) != value)
     return reply(request, {"digests": found, "differ": differ})
 
@@ -193,7 +193,8 @@ _UPDATE = reply_schema(
     Item("id", STRING),
     Item("state", {"type": "string", "enum": ["open", "committed", "aborted"]}),
     Item("reason", {"anyOf": [STRING, {"type": "null"}]}, "why it was aborted"),
-    *(Item(name, STRING) for name in ("mode", "apply", "kv_policy", "owner")),
+    Item("mode", {"anyOf": [STRING, {"type": "null"}]}, "full or partial; null while an update grows"),
+    *(Item(name, STRING) for name in ("apply", "kv_policy", "owner")),
     Item("version", INTEGER, "of the new weights"),
     Item("bytes", COUNT, "of all tensors"),
     Item("received_bytes", COUNT, "while open", always=False),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from rollsync import Engine, RolloutRequest, SamplingParams
-from rollsync.rollout.errors import IllegalState, UpdateRefused
+from rollsync.rollout.engine.lanes import Lanes
+from rollsync.rollout.errors import BadRequest, IllegalState, UpdateRefused
 from rollsync.rollout.selftest.model import write_model
 from rollsync.weight_sync.boxes import Box
 from rollsync.weight_sync.digest import tensor_digest
-from rollsync.weight_sync.manifest import DTYPE_BYTES, Bucket, Manifest, TensorEntry, TensorSlice, plan
+from rollsync.weight_sync.manifest import DTYPE_BYTES, Bucket, Manifest, ManifestError, TensorEntry, TensorSlice, plan
+from rollsync.weight_sync.transports import links
 from safetensors.torch import load_file, save_file
 
 OPTIONS: dict[str, Any] = {"block_tokens": 4, "num_blocks": 64, "max_model_len": 64, "max_batch_tokens": 16, "threads": 1}
@@ -55,13 +59,17 @@ def packed(manifest: Manifest, bucket: Bucket, tensors: dict[str, torch.Tensor])
     return data
 
 
+def take(engine: Engine, update_id: str, sequence: int, data: bytes | bytearray) -> bool:
+    return bool(engine.control.take_chunk(update_id, 0, sequence, {"data": data})["changed"])
+
+
 def sync(engine: Engine, tensors: dict[str, torch.Tensor], **options: Any) -> dict[str, Any]:
     manifest = manifest_of(tensors)
     update = engine.control.open_update(manifest, **options)
     buckets = list(manifest.buckets)
     random.Random(1).shuffle(buckets)
     for bucket in buckets:
-        engine.runner.updates.chunk(bucket.sender, bucket.sequence, packed(manifest, bucket, tensors))
+        take(engine, update.id, bucket.sequence, packed(manifest, bucket, tensors))
     return engine.control.commit_update(update.id, {n: tensor_digest(t) for n, t in tensors.items()})
 
 
@@ -115,9 +123,9 @@ def begin(engine: Engine, tensors: dict[str, torch.Tensor], **options: Any) -> t
     return manifest, engine.control.open_update(manifest, **options).id
 
 
-def give(engine: Engine, manifest: Manifest, tensors: dict[str, torch.Tensor], count: int | None = None) -> None:
+def give(engine: Engine, update_id: str, manifest: Manifest, tensors: dict[str, torch.Tensor], count: int | None = None) -> None:
     for bucket in manifest.buckets[:count]:
-        engine.runner.updates.chunk(bucket.sender, bucket.sequence, packed(manifest, bucket, tensors))
+        take(engine, update_id, bucket.sequence, packed(manifest, bucket, tensors))
 
 
 @pytest.fixture
@@ -156,11 +164,11 @@ def test_a_bad_transfer_never_commits(engine: Engine, folders: dict[str, str], f
         new[name] = new[name].clone()
         new[name].view(torch.int32)[1, 1] ^= 1
     manifest, update = begin(engine, new)
-    give(engine, manifest, new, len(manifest.buckets) - (fault == "missing chunk"))
+    give(engine, update, manifest, new, len(manifest.buckets) - (fault == "missing chunk"))
     if fault in ("wrong size", "unknown chunk"):
         data, sequence = (b"x", 0) if fault == "wrong size" else (b"", 10**6)
         with pytest.raises(ValueError, match="chunk"):
-            engine.runner.updates.chunk(0, sequence, data)
+            take(engine, update, sequence, data)
     else:
         words = {"missing chunk": "1 of .* chunks have not come", "flipped bit": f"{name}: digest", "nan": f"{name}: "}[fault]
         with pytest.raises(UpdateRefused, match=words):
@@ -174,8 +182,8 @@ def test_a_bad_transfer_never_commits(engine: Engine, folders: dict[str, str], f
 def test_a_repeated_chunk_changes_nothing(engine: Engine, folders: dict[str, str]) -> None:
     new = tensors_of(folders["untied-new"])
     manifest, update = begin(engine, new)
-    give(engine, manifest, new)
-    assert not engine.runner.updates.chunk(0, 0, packed(manifest, manifest.buckets[0], new))
+    give(engine, update, manifest, new)
+    assert not take(engine, update, 0, packed(manifest, manifest.buckets[0], new))
     assert engine.control.commit_update(update, {n: tensor_digest(t) for n, t in new.items()})["changed"]
     assert not engine.control.commit_update(update)["changed"]
 
@@ -184,7 +192,7 @@ def test_in_place_torn_weights_are_refused_until_a_full_update(engine: Engine, f
     new = tensors_of(folders["untied-new"])
     manifest, update = begin(engine, new, apply="in_place")
     assert "paused" in str(engine.control.lifecycle.why_not_running())
-    give(engine, manifest, new, 2)
+    give(engine, update, manifest, new, 2)
     engine.control.abort_update(update, "test")
     assert "torn" in str(engine.control.lifecycle.why_not_running())
     with pytest.raises(IllegalState):
@@ -286,3 +294,78 @@ def test_a_drain_ends_with_the_requests_it_found(engine: Engine) -> None:
     assert [o.request_id for o in outputs] == ["first"] and [r["drained"] for r in reports] == [1]
     engine.control.resume()
     assert [len(ids) for ids, _ in finish(engine)] == [40]
+
+
+@pytest.mark.parametrize("layout", [{"kind": "tensors"}, {"kind": "concatenated"}, {"kind": "packed", "bytes": 3000}])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_an_update_may_name_its_tensors_as_it_goes(folders: dict[str, str], layout: dict[str, Any], apply: str) -> None:
+    """As trainers written for other engines do: names come with each message, and the end alone says that it was all."""
+    new = list(tensors_of(folders["untied-new"]).items())
+    random.Random(2).shuffle(new)
+    new[0] = (new[0][0], new[0][1].bfloat16())  # what follows lies unaligned
+
+    def grow(engine: Engine, update_id: str, some: list[tuple[str, torch.Tensor]]) -> None:
+        names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+        told = [{"name": n, "dtype": names[t.dtype], "shape": list(t.shape)} for n, t in some]
+        sizes = [t.numel() * t.element_size() for _, t in some]
+        stream = b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for _, t in some)
+        chunks = engine.control.extend_update(update_id, told, layout)["chunks"]
+        for sender, sequence in chunks:
+            used, limit = 0, {"tensors": 0, "concatenated": len(stream), "packed": layout.get("bytes", 0)}[layout["kind"]]
+            while sizes and (used == 0 or used < limit):
+                used += sizes.pop(0)
+            assert engine.control.take_chunk(update_id, sender, sequence, {"data": stream[:used]})["changed"]
+            stream = stream[used:]
+        assert not stream
+
+    with engine_of(folders["untied"]) as engine:
+        before, half = run(engine), len(new) // 2
+        update = engine.control.open_update(apply=apply).id
+        with pytest.raises(ManifestError, match="nobody"):
+            engine.control.extend_update(update, [{"name": "nobody", "dtype": "float32", "shape": [2]}], layout)
+        grow(engine, update, new[:half])
+        with pytest.raises(ManifestError, match="more than once"):
+            grow(engine, update, new[:1])
+        grow(engine, update, new[half:])
+        assert engine.control.commit_update(update)["mode"] == "full"
+        after = run(engine)
+        assert after != before
+        sync(engine, tensors_of(folders["untied"]))
+        assert run(engine) == before
+        update = engine.control.open_update(apply=apply).id
+        grow(engine, update, new[:half])
+        assert engine.control.commit_update(update)["mode"] == "partial"
+        update = engine.control.open_update(apply=apply, mode="full").id
+        grow(engine, update, new[:half])
+        with pytest.raises(UpdateRefused, match="is missing"):
+            engine.control.commit_update(update)
+        grow(engine, update, new[half:])
+        engine.control.commit_update(update)
+        assert run(engine) == after
+
+
+def test_an_abort_does_not_wait_for_a_sender(engine: Engine, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive that is stuck in its transport ends when the update does, and what it then brings is not taken."""
+    waiting, let_go = threading.Event(), threading.Event()
+    view = links.BodyLink.view
+
+    def slow(self: links.BodyLink, bucket: Bucket, where: dict[str, Any]) -> memoryview:
+        if bucket.sequence == 1:
+            waiting.set()
+            assert let_go.wait(20)
+        return view(self, bucket, where)
+
+    monkeypatch.setattr(links.BodyLink, "view", slow)
+    before, new = run(engine), tensors_of(folders["untied-new"])
+    manifest, update = begin(engine, new)
+    replies: queue.Queue[Any] = queue.Queue()
+    lanes = Lanes()
+    lanes.submit(update, lambda: take(engine, update, 1, packed(manifest, manifest.buckets[1], new)), replies.put)
+    assert waiting.wait(20)
+    engine.control.abort_update(update)
+    manifest, second = begin(engine, new)
+    let_go.set()
+    assert isinstance(replies.get(timeout=20), BadRequest)
+    engine.control.abort_update(second)
+    assert run(engine) == before
+    lanes.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..manifest import Bucket
 from .ipc import MappedBuffers, host_device
 
 
@@ -14,16 +16,20 @@ class LinkError(ValueError):
 class Link(Protocol):
     """One update's transport, seen from one engine rank."""
 
-    def view(self, sender: int, nbytes: int, where: dict[str, Any]) -> memoryview:
-        """The bytes of a chunk, by what its message says of their place. Valid until the chunk is answered."""
+    def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
+        """The bytes of a chunk, by what its message says of their place; valid until the next call.
 
-    def close(self) -> None: ...
+        Waits for the sender if the transport does, no longer than its deadline. Raises ValueError if they are not to be had.
+        """
+
+    def close(self) -> None:
+        """From any thread; a `view` that waits in another ends soon."""
 
 
 class BodyLink:
     """Chunks bring their bytes along."""
 
-    def view(self, sender: int, nbytes: int, where: dict[str, Any]) -> memoryview:
+    def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
         data = where.get("data")
         if not isinstance(data, bytes | bytearray | memoryview):
             raise LinkError("the chunk brought no bytes: send them as the body")
@@ -47,18 +53,18 @@ class IpcLink:
             self.close()
             raise
 
-    def view(self, sender: int, nbytes: int, where: dict[str, Any]) -> memoryview:
-        offset = where.get("offset")
-        if not 0 <= sender < len(self._mapped):
-            raise LinkError(f"sender {sender} offered no memory")
+    def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
+        offset, mapped = where.get("offset"), self._mapped
+        if not 0 <= bucket.sender < len(mapped):
+            raise LinkError(f"sender {bucket.sender} offered no memory")
         if not isinstance(offset, int) or isinstance(offset, bool):
             raise LinkError(f"offset must be an int, got {offset!r}")
-        return self._mapped[sender].view(offset, nbytes)
+        return mapped[bucket.sender].view(offset, bucket.nbytes)
 
     def close(self) -> None:
-        for mapped in self._mapped:
-            mapped.close()
-        self._mapped = []
+        mapped, self._mapped = self._mapped, []
+        for one in mapped:
+            one.close()
 
 
 def make_link(transport: Any) -> Link:
