@@ -176,6 +176,10 @@ def _open_update(engine: Any, sink: Sink, **args: Any) -> Any:
     return engine.control.open_update(**args).status()
 
 
+def _reset_prefix_cache(engine: Any, sink: Sink) -> dict[str, Any]:
+    return {"changed": (dropped := engine.reset_prefix_cache()) > 0, "blocks": dropped}
+
+
 VERBS: dict[str, Callable[..., Any]] = {
     "abort": _abort,
     "status": _status,
@@ -188,6 +192,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "commit_update": _controlled("commit_update"),
     "abort_update": _controlled("abort_update"),
     "update_status": _controlled("update_status"),
+    "reset_prefix_cache": _reset_prefix_cache,
 }
 """the commands; each runs between two steps on the thread that owns the engine"""
 

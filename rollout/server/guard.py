@@ -84,18 +84,26 @@ class RouteNeeds:
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         self._declared: list[tuple[re.Pattern[str], Needs]] = [(re.compile(re.escape(DOCUMENT)), "traffic")]
+        self._errors: list[tuple[re.Pattern[str], str]] = []
         self.paths = {DOCUMENT}
         for route in routes:
-            needs = ((isinstance(route, APIRoute) and route.openapi_extra) or {}).get("x-needs")
+            declared = (isinstance(route, APIRoute) and route.openapi_extra) or {}
+            needs = declared.get("x-needs")
             if not isinstance(route, APIRoute) or needs not in STRICTNESS:
                 raise ValueError(f"{route} must declare what it needs, as openapi_extra=route(tag, needs)")
             self._declared.append((route.path_regex, needs))
+            if "x-error" in declared:
+                self._errors.append((route.path_regex, declared["x-error"]))
             self.paths.add(route.path)
 
     def of(self, path: str) -> Needs:
         """The strictest of the routes that could take it, by the router's own patterns; of no route: "traffic"."""
         found = [needs for pattern, needs in self._declared if pattern.match(path)]
         return max(found, key=STRICTNESS.__getitem__, default="traffic")
+
+    def error_of(self, path: str) -> str | None:
+        """The component that errors on it look like, if its route declares one of its own."""
+        return next((error for pattern, error in self._errors if pattern.match(path)), None)
 
 
 def check(access: Access, needs: Needs, headers: dict[str, str]) -> None:
@@ -142,6 +150,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
+        scope["error_shape"] = self._routes.error_of(path)
         state = scope.get("state", {})
         begun = False
 

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded, RollsyncError, show
 from ..wire import MSGPACK, error_to_wire
 from .checks import decode_body
+from .dialects.errors import shaped
 from .encoding import encode, encode_aside
 from .openai_errors import error_body, is_openai, retry_headers
 
@@ -96,10 +97,12 @@ def reply(request: Request, value: Any, status: int = 200, headers: Mapping[str,
 
 
 def error_reply(request: Request, error: BaseException, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    """{"error": {"code", "message", "field"?}} with the status of the error's class; on OpenAI's paths as OpenAI writes it."""
+    """{"error": {"code", "message", "field"?}} with the status of the error's class; on a dialect's routes as its engine writes it."""
     status = status or (error.status if isinstance(error, RollsyncError) else 500)
     if is_openai(request.url.path):
         return reply(request, error_body(error, status), status, {**retry_headers(status), **(headers or {})})
+    if own := shaped(request.scope.get("error_shape"), error, status):
+        return reply(request, own, status, headers)
     return reply(request, {"error": error_to_wire(error)}, status, headers)
 
 

@@ -127,6 +127,7 @@ def route(
         gives: component (or schema) of the reply with status 200.
         events: component of one event of the stream that the body may ask for.
         errors: further statuses it answers with, each with the body `error`; 401, 403, 500 and 503 are documented everywhere.
+        error: component of its errors; a dialect's shape is made by dialects/errors.py.
         also: statuses other than 200 with a reply of their own: component, or those it may be, by status.
         kinds: content types of body and reply.
         parameters: OpenAPI parameters; those of the path are found without.
@@ -145,6 +146,8 @@ def route(
     for status in sorted({*errors, *((400, 408, 413) if takes else ()), 401, 403, 500, 503} - set(also or {})):
         responses[str(status)] = {"description": "", "content": _content(ref(error), error_kinds)}
     found: dict[str, Any] = {"tags": [tag], "x-needs": needs, "responses": responses}
+    if error != "Error":
+        found["x-error"] = error
     if takes is not None:
         found["requestBody"] = {"required": True, "content": _content(ref(takes), kinds)}
     if parameters:

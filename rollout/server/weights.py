@@ -188,6 +188,13 @@ async def wake(request: Request) -> Response:
     return reply(request, await _service(request).engine.run("wake", await _fields(request, WAKE_FIELDS), 120.0))
 
 
+@router.post("/v1/engine/reset_prefix_cache", openapi_extra=route("Control", "control", takes="Nothing", gives="CacheReset"))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget every cached prefix. No update needs it: a block is never found by other weights than those that made it."""
+    await _fields(request, ())
+    return reply(request, await _service(request).engine.command("reset_prefix_cache"))
+
+
 _UPDATE = reply_schema(
     "A weight update, open or over.",
     Item("id", STRING),
@@ -231,6 +238,8 @@ COMPONENTS = {
         Item("running", BOOLEAN),
         Item("reason", {"anyOf": [STRING, {"type": "null"}]}, "why it is not running"),
     ),
+    "Nothing": object_schema(()),
+    "CacheReset": reply_schema("", Item("changed", BOOLEAN), Item("blocks", COUNT, "blocks forgotten; those in use go on being used")),
     "Update": _UPDATE,
     "State": _STATE,
     "Compare": object_schema(DIGEST_FIELDS),

@@ -143,6 +143,9 @@ class FakeEngine:
         deltas = [self._output(r, len(r.tokens) - 1) for r in self._running if r.request.stream]
         return deltas + [self._output(r, finish_reason="length") for r in done]
 
+    def reset_prefix_cache(self) -> int:
+        return 0
+
     def poll(self) -> list[SampleOutput]:
         return []
 
