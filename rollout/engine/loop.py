@@ -262,8 +262,7 @@ class EngineLoop:
             self._beat("dead")
             self._sink.failed(error)
             return
-        if isinstance(control := getattr(engine, "control", None), Control):
-            self._control = control
+        self._control = getattr(engine, "control", None)
         self._sink.ready(engine)
         self._publish(engine, force=True)
         try:

@@ -149,7 +149,7 @@ async def weights(request: Request) -> Response:
     return reply(request, await _service(request).engine.command("state"))
 
 
-@router.post("/v1/weights/digests", openapi_extra=route("Weights", "control", takes="Compare", gives="Digests"))
+@router.post("/v1/weights/digests", openapi_extra=route("Weights", "control", takes="Compare", gives="Digests", errors=(409,)))
 async def digests(request: Request) -> Response:
     """Digest of every live tensor by name, in the engine's dtype; given others to compare with, what differs."""
     got = await _fields(request, DIGEST_FIELDS)

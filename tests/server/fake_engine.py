@@ -74,7 +74,10 @@ class FakeControl:
     def find_update(self, update_id: str, **rest: Any) -> Any:
         raise UnknownUpdate(f"there is no weight update {update_id!r}")
 
-    update_status = commit_update = abort_update = find_update
+    update_status = commit_update = abort_update = extend_update = take_chunk = find_update
+
+    def digests(self) -> dict[str, str]:
+        return {}
 
 
 class FakeEngine:
