@@ -116,9 +116,14 @@ def _add_serve(commands: Any) -> None:
     group = parser.add_argument_group("listener")
     group.add_argument("--host", default=argparse.SUPPRESS, help="address to listen on (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=argparse.SUPPRESS, help="port to listen on; 0 takes a free one (default: 8000)")
-    group.add_argument("--api-key", default=argparse.SUPPRESS, help="key that traffic must send; @FILE reads it from a file")
-    text = "token that control routes must send; @FILE reads it from a file; required if --host is not loopback"
+    group.add_argument("--api-key", default=argparse.SUPPRESS, help="key that traffic must send; @FILE or env:NAME read it from there")
+    text = "token that control routes must send (@FILE, env:NAME as above); opens all other routes too"
     group.add_argument("--control-token", default=argparse.SUPPRESS, help=text)
+    text = "port of a listener of its own for control routes, which the other then refuses; 0 takes a free one"
+    group.add_argument("--control-port", type=int, default=argparse.SUPPRESS, help=text)
+    group.add_argument("--control-host", default=argparse.SUPPRESS, help="address of that listener (default: 127.0.0.1)")
+    text = "network whose callers need no control token, for trainers whose clients send none; may be given several times"
+    group.add_argument("--control-allow", metavar="CIDR", action="append", default=argparse.SUPPRESS, help=text)
     group.add_argument("--max-body-bytes", type=int, default=argparse.SUPPRESS, help="largest request body accepted (default: 256 MiB)")
     text = "name of the model on OpenAI's routes (default: MODEL; that and its last part are names too)"
     group.add_argument("--served-model-name", metavar="NAME", default=argparse.SUPPRESS, help=text)

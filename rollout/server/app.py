@@ -18,9 +18,11 @@ from starlette.routing import BaseRoute
 from .. import metrics
 from ..errors import NoSuchRoute, RollsyncError
 from . import control, openai, openai_schemas, reply_schemas, token_routes, weights
+from .access import Access
+from .audit import AuditLog
 from .encoding import encode_aside
 from .engine_client import EngineProcess
-from .guard import Access, Guard, RouteNeeds
+from .guard import Guard, RouteNeeds
 from .openapi import document
 from .protocol import parse_abort, parse_rollouts, parse_stream, schemas
 from .replies import BodyRoom, ClientGone, StreamReply, WholeReply, error_reply, reply, take, until_disconnect, wants_msgpack
@@ -195,6 +197,7 @@ def create_app(
     version: str,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     served_model_name: str | None = None,
+    audit: AuditLog | None = None,
 ) -> FastAPI:
     """The application over one engine process. It starts and stops nothing."""
     handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, ClientGone: _on_client_gone}
@@ -206,5 +209,5 @@ def create_app(
     for each in ROUTERS:
         app.include_router(each)
     app.openapi = functools.cache(lambda: openapi(version))  # type: ignore[method-assign]
-    app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=RouteNeeds(routes()))
+    app.add_middleware(Guard, access=access, responses=engine.counters.responses, routes=RouteNeeds(routes()), audit=audit)
     return app

@@ -33,6 +33,8 @@ SPARE_FILES = 96
 REFUSALS = 32
 """connections over the limit that are told so at one time"""
 MOST_CONNECTIONS = 65536
+CONTROL_CONNECTIONS = 64
+"""of a control listener of its own, taken from the traffic's: a crowd there does not keep a trainer out"""
 LEAST_CONNECTIONS = 16
 KEEP_ALIVE_S = 75
 """from a reply's end, or from connecting, to the end of the next request's headers; longer than clients keep idle connections, so that
@@ -62,10 +64,11 @@ def connection_limit() -> int:
     return min(files - SPARE_FILES, MOST_CONNECTIONS)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. ConfigError says what is wrong with the address or the port."""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening socket. ConfigError says what is wrong with the address or the port, which is that of `flag`."""
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port must be in [0, 65535], got {port}")
+        raise ConfigError(f"{flag} must be in [0, 65535], got {port}")
+    host = host.removeprefix("[").removesuffix("]")
     sock = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -81,7 +84,7 @@ def bind(host: str, port: int) -> socket.socket:
         if sock is not None:
             sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use: choose another with --port (0 takes a free one)") from None
+            raise ConfigError(f"port {port} on {host} is in use: choose another with {flag} (0 takes a free one)") from None
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     sock.setblocking(False)
     return sock
@@ -123,7 +126,7 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         """Begin the next request, if it is there: when data came, or when the reply before it has ended."""
-        self.app_state = {"over_limit": self._over_limit, "crowded": self._listener.crowded}
+        self.app_state = {"over_limit": self._over_limit, "crowded": self._listener.crowded, "listener": self._listener.name}
         super().handle_events()
         if self._replying:
             self._waits_for_request_since, self._has_asked = None, True
@@ -169,10 +172,11 @@ class Connection(H11Protocol):
 
 
 class Listener:
-    """Accepts on one socket for one uvicorn server."""
+    """Accepts on one socket for one uvicorn server; the application sees its `name` in the state of every call."""
 
-    def __init__(self, sock: socket.socket, config: uvicorn.Config, state: uvicorn.server.ServerState, limit: int) -> None:
-        self._socket, self._config, self._state, self._limit = sock, config, state, limit
+    def __init__(self, sock: socket.socket, config: uvicorn.Config, state: uvicorn.server.ServerState, limit: int, name: str) -> None:
+        self._socket, self._config, self._state, self._limit, self.name = sock, config, state, limit, name
+        self._refusals = REFUSALS if name == "traffic" else 0  # a control listener's callers rather wait
         self._loop = asyncio.get_running_loop()
         self._num_taken = 0
         self._open: set[Connection] = set()
@@ -217,7 +221,7 @@ class Listener:
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
-            if self._num_taken >= self._limit + REFUSALS:
+            if self._num_taken >= self._limit + self._refusals:
                 self._pause()  # until one is lost
                 return
             try:
@@ -263,7 +267,7 @@ class Listener:
 class Server(uvicorn.Server):
     """uvicorn behind our listener. Signals are the launcher's business."""
 
-    def __init__(self, app: Any, sock: socket.socket, limit: int) -> None:
+    def __init__(self, app: Any, sock: socket.socket, limit: int, name: str = "traffic") -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -277,7 +281,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=3,
             )
         )
-        self._socket, self._limit = sock, limit
+        self._socket, self._limit, self._name = sock, limit, name
         self._listener: Listener | None = None
 
     @contextlib.contextmanager
@@ -286,7 +290,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self._listener = Listener(self._socket, self.config, self.server_state, self._limit)
+        self._listener = Listener(self._socket, self.config, self.server_state, self._limit, self._name)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._listener is not None:

@@ -1,89 +1,41 @@
-"""Who may call: API key, control token, and the Host and Origin check that keeps web pages away from a loopback server."""
+"""Stands before every route: refuses first, counts responses, and writes down who called a control route."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import re
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import ConfigError, Forbidden, Overloaded, RollsyncError, Unauthorized
+from ..errors import Overloaded, RollsyncError
+from .access import Access, check
+from .audit import AuditLog
 from .replies import error_reply
 from .schemas import Needs
 
 DOCUMENT = "/openapi.json"
 """FastAPI's own route, which cannot declare that it needs the API key"""
 STRICTNESS: dict[Needs, int] = {"open": 0, "traffic": 1, "control": 2}
-AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 READ_AWAY_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Access:
-    """What the listener asks of its callers."""
-
-    host: str
-    api_key: str | None = None
-    control_token: str | None = None
-
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host)
-
-    def validate(self) -> None:
-        """ConfigError if control would be open to other machines."""
-        if not self.loopback and self.control_token is None:
-            raise ConfigError(
-                f"--host {self.host} is reachable from other machines, so control routes need --control-token (or use --host 127.0.0.1)"
-            )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, can only mean this machine. No name is looked up."""
-    host = host.strip("[]").removesuffix(".")
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def host_of(authority: str) -> str:
-    """The host in "host", "host:port" or "[v6]:port"; "" if it is none of these."""
-    found = AUTHORITY.fullmatch(authority)
-    return (found["v6"] or found["name"]).lower() if found else ""
-
-
-def host_of_origin(origin: str) -> str:
-    """The host in "http://host:port"; "" for anything else, "null" among it."""
-    scheme, _, authority = origin.partition("://")
-    return host_of(authority) if scheme.lower() in ("http", "https") else ""
-
-
-def token_of(authorization: str) -> bytes:
-    """What follows "Bearer"; empty if nothing does."""
-    scheme, _, token = authorization.partition(" ")
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+GONE = 499
+"""status, in the audit log, of a call whose caller left before the answer"""
 
 
 class RouteNeeds:
     """What each path needs, as its route declares (schemas.route). ValueError for a route that does not."""
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
-        self._declared: list[tuple[re.Pattern[str], Needs]] = [(re.compile(re.escape(DOCUMENT)), "traffic")]
+        self._declared: list[tuple[re.Pattern[str], Needs, str]] = [(re.compile(re.escape(DOCUMENT)), "traffic", DOCUMENT)]
         self._errors: list[tuple[re.Pattern[str], str]] = []
         self.paths = {DOCUMENT}
         for route in routes:
@@ -91,44 +43,26 @@ class RouteNeeds:
             needs = declared.get("x-needs")
             if not isinstance(route, APIRoute) or needs not in STRICTNESS:
                 raise ValueError(f"{route} must declare what it needs, as openapi_extra=route(tag, needs)")
-            self._declared.append((route.path_regex, needs))
+            self._declared.append((route.path_regex, needs, route.path))
             if "x-error" in declared:
                 self._errors.append((route.path_regex, declared["x-error"]))
             self.paths.add(route.path)
 
     def of(self, path: str) -> Needs:
         """The strictest of the routes that could take it, by the router's own patterns; of no route: "traffic"."""
-        found = [needs for pattern, needs in self._declared if pattern.match(path)]
-        return max(found, key=STRICTNESS.__getitem__, default="traffic")
+        return self.find(path)[0]
+
+    def find(self, path: str) -> tuple[Needs, str, dict[str, str]]:
+        """The same, with that route's pattern and what the path has in its place."""
+        found = [(needs, name, match) for pattern, needs, name in self._declared if (match := pattern.match(path))]
+        if not found:
+            return "traffic", "other", {}
+        needs, name, match = max(found, key=lambda f: STRICTNESS[f[0]])
+        return needs, name, match.groupdict()
 
     def error_of(self, path: str) -> str | None:
         """The component that errors on it look like, if its route declares one of its own."""
         return next((error for pattern, error in self._errors if pattern.match(path)), None)
-
-
-def check(access: Access, needs: Needs, headers: dict[str, str]) -> None:
-    """Raise Forbidden or Unauthorized if a call of a path that needs `needs` must not pass.
-
-    Control needs the control token, or what traffic needs if none was set, which only a loopback listener may do.
-    """
-    if access.loopback:
-        host = headers.get("host", "")
-        if not is_loopback(host_of(host)):
-            raise Forbidden(f"Host must name this machine (localhost or a loopback address), got {host!r}")
-        origin = headers.get("origin")
-        if origin is not None and not is_loopback(host_of_origin(origin)):
-            raise Forbidden(f"Origin must be this machine, got {origin!r}")
-    token = token_of(headers.get("authorization", ""))
-    controls = access.control_token is not None and _equal(token, access.control_token)
-    if needs == "control" and access.control_token is not None:
-        if not controls:
-            raise Unauthorized("this route needs Authorization: Bearer <control token>")
-    elif not (access.api_key is None or needs == "open" or controls or _equal(token, access.api_key)):
-        raise Unauthorized("this route needs Authorization: Bearer <api key>")
-
-
-def _equal(token: bytes, secret: str) -> bool:
-    return hmac.compare_digest(token, secret.encode(errors="surrogateescape"))
 
 
 async def read_away(receive: Receive) -> None:
@@ -140,37 +74,57 @@ async def read_away(receive: Receive) -> None:
 
 
 class Guard:
-    """Pure ASGI middleware: refuses first, counts responses by route."""
+    """Pure ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, access: Access, responses: Counter[tuple[str, int]], routes: RouteNeeds) -> None:
+    def __init__(
+        self, app: ASGIApp, access: Access, responses: Counter[tuple[str, int]], routes: RouteNeeds, audit: AuditLog | None = None
+    ) -> None:
         self._app, self._access, self._responses, self._routes = app, access, responses, routes
+        self._audit = audit or AuditLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        needs, route, in_path = self._routes.find(scope["path"])
+        if needs != "control":
+            await self._answer(scope, receive, send, needs, {})
+            return
+        begun_at = time.monotonic()
+        facts: dict[str, Any] = {"update": in_path.get("update_id")}
+        try:
+            await self._answer(scope, receive, send, needs, facts)
+        finally:
+            facts["ms"] = round(1000 * (time.monotonic() - begun_at), 1)
+            self._audit.add({"method": scope["method"], "route": route, **facts})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, needs: Needs, facts: dict[str, Any]) -> None:
+        """Let the call through, or refuse it. `facts` gets what the audit log says of it."""
         path: str = scope["path"]
         scope["error_shape"] = self._routes.error_of(path)
-        state = scope.get("state", {})
+        state = scope.setdefault("state", {})
+        state["audit"] = facts if needs == "control" else None
+        host, port = scope.get("client") or ("", 0)
+        facts |= {"peer": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "by": "refused", "status": GONE}
+
         begun = False
 
         async def counted(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
+                facts["status"] = message["status"]
                 found = getattr(scope.get("route"), "path", path)  # of "/v1/rollouts/abc" the pattern
-                route = found if found in self._routes.paths else "other"
-                self._responses[route, message["status"]] += 1
+                self._responses[found if found in self._routes.paths else "other", message["status"]] += 1
                 if state.get("crowded") or state.get("over_limit"):  # the next try may find a place
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         try:
-            needs = self._routes.of(path)
             if state.get("over_limit") and needs != "open":
                 raise Overloaded("all connections that the file limit (ulimit -n) allows are taken: try again, or raise it")
-            check(self._access, needs, headers)
+            facts["by"] = check(self._access, needs, headers, state.get("listener", "traffic"), host)
         except RollsyncError as error:
             await read_away(receive)
             await error_reply(Request(scope), error)(scope, receive, counted)

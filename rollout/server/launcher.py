@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +13,11 @@ from typing import Any
 from ..engine.config import EngineConfig
 from ..engine.params import is_utf8
 from ..errors import ConfigError, RollsyncError, show
+from .access import Access, network
 from .app import DEFAULT_MAX_BODY_BYTES, create_app
-from .connections import Server, bind, connection_limit
+from .audit import AuditLog
+from .connections import CONTROL_CONNECTIONS, Server, bind, connection_limit
 from .engine_client import EngineProcess
-from .guard import Access
 from .text import TextService
 
 
@@ -23,13 +26,19 @@ class ServeOptions:
     """The listener."""
 
     host: str = "127.0.0.1"
-    """address to listen on; one that is not loopback needs control_token"""
+    """address to listen on; if other machines can reach it, control routes need one of the three below"""
     port: int = 8000
     """port to listen on; 0 takes a free one and prints it"""
     api_key: str | None = None
-    """key that traffic must send as Authorization: Bearer; @FILE reads it from a file"""
+    """key that traffic must send as Authorization: Bearer; @FILE reads it from a file, env:NAME from the environment"""
     control_token: str | None = None
-    """token that control routes must send as Authorization: Bearer; @FILE reads it from a file"""
+    """token that control routes must send as Authorization: Bearer; @FILE and env:NAME as above. It opens all other routes too"""
+    control_host: str | None = None
+    """address of a listener of its own for control routes, which the other then refuses; needs control_port (default: 127.0.0.1)"""
+    control_port: int | None = None
+    """port of that listener; 0 takes a free one and prints it"""
+    control_allow: tuple[str, ...] = ()
+    """networks (CIDR) whose callers need no token for control routes: for trainers whose clients send none"""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     """largest request body accepted, in bytes"""
     served_model_name: str | None = None
@@ -38,24 +47,33 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
             raise ConfigError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
-        for flag, value in (("--served-model-name", self.served_model_name), ("--host", self.host)):
+        if self.control_host is not None and self.control_port is None:
+            raise ConfigError("--control-host needs --control-port (0 takes a free one)")
+        names = (("--served-model-name", self.served_model_name), ("--host", self.host), ("--control-host", self.control_host))
+        for flag, value in names:
             if value is not None and (not value.strip() or not is_utf8(value)):
                 raise ConfigError(f"{flag} must be a name that UTF-8 can encode, not empty, got {show(value)}")
 
 
 def secret(value: str | None) -> str | None:
-    """`value`, or the first line of the file that "@FILE" names (so that the secret is not in the process list)."""
-    if value == "":
-        raise ConfigError("a key or token must not be empty")
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        with open(value[1:]) as file:
-            found = file.readline().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the secret from {value[1:]}: {error.strerror}") from None
+    """`value`, or what "env:NAME" or the first line of "@FILE" holds (so that the secret is not in the process list)."""
+    if value is None:
+        return None
+    where, found = "a key or token", value
+    if value.startswith("@"):
+        where = value[1:]
+        try:
+            with open(where) as file:
+                found = file.readline().strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read the secret from {where}: {error.strerror}") from None
+    elif value.startswith("env:"):
+        where = f"the environment variable {value[4:]}"
+        found = os.environ.get(value[4:], "")
     if not found:
-        raise ConfigError(f"{value[1:]} holds no secret: its first line is empty")
+        raise ConfigError(f"{where} holds no secret: it is empty")
+    if found != found.strip() or not found.isprintable():
+        raise ConfigError(f"{where} must not begin or end with a space, nor hold what cannot be printed: no header can carry it")
     return found
 
 
@@ -63,11 +81,18 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def announcement(version: str, url: str, info: dict[str, Any]) -> str:
+def url_of(host: str, sock: socket.socket) -> str:
+    """Where a bound socket is reached."""
+    host = host.removeprefix("[").removesuffix("]")
+    return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+
+
+def announcement(version: str, url: str, info: dict[str, Any], control_url: str | None = None) -> str:
     """The one line that ends start-up."""
     tokens = int(info.get("num_blocks", 0)) * int(info.get("block_tokens", 0))
     parts = [
         f"Rollsync {version} listening on {url}",
+        *([f"control on {control_url}"] if control_url else []),
         f"model {info.get('model', '?')}",
         str(info.get("dtype", "?")),
         f"KV {tokens:,} tokens ({_size(info.get('kv_bytes', 0))})",
@@ -101,22 +126,38 @@ class Launcher:
     """One server from start to end."""
 
     def __init__(self, config: EngineConfig, options: ServeOptions, version: str, engine_factory: str | None = None) -> None:
-        self._access = Access(host=options.host, api_key=secret(options.api_key), control_token=secret(options.control_token))
+        self._access = Access(
+            host=options.host,
+            api_key=secret(options.api_key),
+            control_token=secret(options.control_token),
+            control_host=None if options.control_port is None else options.control_host or "127.0.0.1",
+            control_allow=tuple(network(cidr) for cidr in options.control_allow),
+        )
         self._access.validate()
         self._version = version
-        self._socket = bind(options.host, options.port)
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        self._url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._sockets = [bind(options.host, options.port)]
+        self._urls = [url_of(options.host, self._sockets[0])]
+        if self._access.control_host is not None and options.control_port is not None:
+            self._sockets.append(bind(self._access.control_host, options.control_port, "--control-port"))
+            self._urls.append(url_of(self._access.control_host, self._sockets[1]))
         self._progress = StartupProgress()
         self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._progress.show)
-        app = create_app(self._engine, TextService(config), self._access, version, options.max_body_bytes, options.served_model_name)
-        self._server = Server(app, self._socket, connection_limit())
+        self._audit = AuditLog()
+        app = create_app(
+            self._engine, TextService(config), self._access, version, options.max_body_bytes, options.served_model_name, self._audit
+        )
+        limit, kept = connection_limit(), 0
+        if len(self._sockets) > 1:
+            kept = min(CONTROL_CONNECTIONS, limit // 4)
+        limits = (limit - kept, kept)
+        self._servers = [Server(app, *each) for each in zip(self._sockets, limits, ("traffic", "control"), strict=False)]
         self._signal: int | None = None
         self._wake = asyncio.Event()
 
     def _on_signal(self, signum: int) -> None:
         if self._signal is not None:
-            self._server.force_exit = True
+            for server in self._servers:
+                server.force_exit = True
         self._signal = self._signal or signum
         self._wake.set()
 
@@ -128,18 +169,23 @@ class Launcher:
             signums.append(signal.SIGHUP)
         for signum in signums:
             loop.add_signal_handler(signum, self._on_signal, signum)
-        serving = asyncio.create_task(self._server.serve())
+        for warning in self._access.warnings():
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+        serving = asyncio.ensure_future(asyncio.gather(*(server.serve() for server in self._servers)))
         stopped = asyncio.create_task(self._wake.wait())
         try:
             code = await self._until_stopped(serving, stopped)
         finally:
             await self._engine.stop()
-            self._server.should_exit = True
+            for server in self._servers:
+                server.should_exit = True
             await serving
-            self._socket.close()
+            for sock in self._sockets:
+                sock.close()
+            self._audit.close()
         return code
 
-    async def _until_stopped(self, serving: asyncio.Task[None], stopped: asyncio.Task[Any]) -> int:
+    async def _until_stopped(self, serving: asyncio.Future[Any], stopped: asyncio.Task[Any]) -> int:
         await self._engine.start()
         loading = asyncio.create_task(self._engine.ready())
         await asyncio.wait({loading, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +196,7 @@ class Launcher:
             except RollsyncError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 return 1
-            print(announcement(self._version, self._url, info), flush=True)
+            print(announcement(self._version, self._urls[0], info, *self._urls[1:]), flush=True)
             await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
         return 128 + self._signal if self._signal is not None else 1

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded, RollsyncError, show
 from ..wire import MSGPACK, error_to_wire
+from .audit import note
 from .checks import decode_body
 from .dialects.errors import shaped
 from .encoding import encode, encode_aside
@@ -82,12 +83,15 @@ async def body_of(request: Request) -> AsyncIterator[bytes]:
 async def take(request: Request, parse: Callable[[Any], T], *, empty: Any = None) -> T:
     """What `parse` makes of the body; a large one is decoded and checked in a worker thread. `empty` stands for no body at all."""
     async with body_of(request) as body:
-        if not body and empty is not None:
-            return parse(empty)
         kind = request.headers.get("content-type", "application/json")
-        if len(body) < ASIDE_BYTES:
-            return parse(decode_body(body, kind))
-        return await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
+        if not body and empty is not None:
+            found = parse(empty)
+        elif len(body) < ASIDE_BYTES:
+            found = parse(decode_body(body, kind))
+        else:
+            found = await asyncio.to_thread(lambda: parse(decode_body(body, kind, in_steps=True)))
+    note(request, found)
+    return found
 
 
 def reply(request: Request, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
 from ..errors import BadRequest
+from .audit import note
 from .checks import Field, boolean, choice, integer, mapping, names, object_schema, read, seconds, string
 from .replies import body_of, reply, take
 from .rollouts import RolloutService
@@ -71,7 +72,9 @@ async def open_update(request: Request) -> Response:
     got = await _fields(request, OPEN_FIELDS)
     if "manifest" not in got:
         raise BadRequest("manifest is missing: name the tensors", field="manifest")
-    return reply(request, await _service(request).engine.command("open_update", **got))
+    opened = await _service(request).engine.command("open_update", **got)
+    note(request, {"update": opened["id"], "version": opened["version"]})
+    return reply(request, opened)
 
 
 @router.get("/v1/weights/updates/{update_id}", openapi_extra=route("Weights", "control", gives="Update", errors=(404,)))

@@ -17,8 +17,9 @@ from fastapi.routing import APIRoute
 from rollsync import EngineConfig
 from rollsync.rollout.errors import Forbidden
 from rollsync.rollout.server import app
+from rollsync.rollout.server.access import Access, check
 from rollsync.rollout.server.engine_client import EngineProcess
-from rollsync.rollout.server.guard import Access, Guard, RouteNeeds, check
+from rollsync.rollout.server.guard import Guard, RouteNeeds
 from rollsync.rollout.server.schemas import route
 from rollsync.rollout.server.text import TextService
 from rollsync.rollout.wire import MSGPACK

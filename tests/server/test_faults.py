@@ -13,9 +13,9 @@ import httpx
 import pytest
 from rollsync import EngineConfig
 from rollsync.rollout.server import control, encoding, replies
+from rollsync.rollout.server.access import Access
 from rollsync.rollout.server.app import create_app
 from rollsync.rollout.server.engine_client import EngineProcess
-from rollsync.rollout.server.guard import Access
 from rollsync.rollout.server.text import TextService
 from rollsync.rollout.wire import MSGPACK
 
