@@ -69,9 +69,9 @@ With `--api-key`, every route needs `Authorization: Bearer KEY`, but for what pr
 With `--control-token`, what changes the engine ({_needing("control")}) needs that token instead, which opens all other routes as well.
 A server that other machines can reach refuses to start unless control is guarded, by that token, by `--control-port` (a listener of its
 own, on 127.0.0.1 unless `--control-host` says otherwise, for all routes; the other then refuses those of control), or by
-`--control-allow CIDR`: callers from such a network need no token, unless a web page sends them. Every call of a control route leaves one line of JSON on
-stderr: time, route, peer, owner, update, version, status, milliseconds; never a token or a body. On loopback, Host and Origin must name
-this machine, so that no web page can reach the server. Keys and tokens may be given as `@FILE` or `env:NAME`.
+`--control-allow CIDR`: callers from such a network need no token, unless a web page sends them. Every call of a control route leaves one
+line of JSON on stderr: time, route, peer, owner, update, version, status, milliseconds; never a token or a body. On loopback, Host and
+Origin must name this machine, so that no web page can reach the server. Keys and tokens may be given as `@FILE` or `env:NAME`.
 
 A body holds at most {DEFAULT_MAX_BODY_BYTES >> 20} MiB (`--max-body-bytes`), and may take {BODY_GRACE_S:g} s and one more for every
 {BODY_BYTES_PER_S >> 10} KiB of it. All that are being read hold {BODIES_BYTES >> 30} GiB at most (or four times the limit of one, if
