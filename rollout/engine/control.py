@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
-from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, Lifecycle, check_choice
+from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, UPDATE_OWNER, Lifecycle, check_choice
 from .types import SampleOutput
 
 if TYPE_CHECKING:
@@ -85,14 +85,17 @@ class Control:
         self.lifecycle = Lifecycle(clock)
         self.updates: dict[str, Update] = {}
         """the last ones, by id; at most one is open"""
-        self._drain: Drain | None = None
+        self._drains: dict[str, Drain] = {}
+        """pauses that have not come to rest yet, by owner"""
         self._outputs: list[SampleOutput] = []
 
     # Facts
 
     @property
     def may_step(self) -> bool:
-        return self._drain is not None or self.lifecycle.why_not_running() is None
+        """Whether a step may run: also under a pause, if all who asked for it wait for running requests."""
+        why = self.lifecycle.why_not_running()
+        return why is None or (self.lifecycle.usable and self.lifecycle.leases.keys() <= self._drains.keys())
 
     def status(self) -> dict[str, Any]:
         return self.lifecycle.status()
@@ -102,8 +105,7 @@ class Control:
         times = [lease.expires_at for lease in self.lifecycle.leases.values() if lease.expires_at is not None]
         if self.lifecycle.update is not None:
             times.append(self.updates[self.lifecycle.update].expires_at)
-        if self._drain is not None and self._drain.expires_at is not None:
-            times.append(self._drain.expires_at)
+        times += [drain.expires_at for drain in self._drains.values() if drain.expires_at is not None]
         return min(times, default=None)
 
     def take_outputs(self) -> list[SampleOutput]:
@@ -120,8 +122,8 @@ class Control:
             update = self.updates[self.lifecycle.update]
             if now >= update.expires_at:
                 self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed")
-        if self._drain is not None:
-            self._poll_drain(self._drain, now)
+        for drain in list(self._drains.values()):
+            self._poll_drain(drain, now)
 
     # Scheduling
 
@@ -144,12 +146,14 @@ class Control:
         """
         check_choice("at_timeout", at_timeout, ("abort", "keep"))
         changed = self.lifecycle.pause(owner, mode, ttl_s)
+        if owner in self._drains:
+            self._end_drain(self._drains[owner], {"superseded": True})
         report: dict[str, Any] = {"changed": changed, "mode": mode, "draining": False}
         report |= dict.fromkeys(("aborted", "recomputed", "kept", "drained"), 0)
         if mode == "drain" and self._engine.scheduler.has_work:
             expires_at = None if timeout_s is None else self._clock() + timeout_s
             report["before"] = self._engine.scheduler.counters["finished"]
-            self._drain = Drain(owner, expires_at, at_timeout, report, set(self._engine.scheduler.requests), reply)
+            self._drains[owner] = Drain(owner, expires_at, at_timeout, report, set(self._engine.scheduler.requests), reply)
             return {**report, "draining": True}
         report.update(self._come_to_rest(mode))
         if reply is not None:
@@ -173,12 +177,13 @@ class Control:
         if drain.owner not in self.lifecycle.leases:  # resumed meanwhile
             self._end_drain(drain, {"resumed": True})
         elif over:
+            self.lifecycle.leases[drain.owner].mode = drain.then  # what a commit finds of the requests it froze
             self._end_drain(drain, self._come_to_rest(drain.then))
         elif drain.ids.isdisjoint(scheduler.requests):
             self._end_drain(drain, self._come_to_rest("keep"))
 
     def _end_drain(self, drain: Drain, rest: dict[str, Any]) -> None:
-        self._drain = None
+        del self._drains[drain.owner]
         report = {**drain.report, **rest}
         report["drained"] = self._engine.scheduler.counters["finished"] - report.pop("before")
         if drain.reply is not None:
@@ -206,7 +211,7 @@ class Control:
         if not moves:
             return report
         scheduler = self._engine.scheduler
-        self.lifecycle.pause(SLEEP_OWNER, "recompute")
+        self.lifecycle.hold(SLEEP_OWNER, "recompute")
         if "kv_cache" in moves:
             report["recompute_tokens"] = scheduler.preempt_all()
             scheduler.blocks.reset_cache()
@@ -231,7 +236,7 @@ class Control:
                 raise IllegalState(f"{tag} cannot wake: {error}; it stays asleep, try again") from error
             self.lifecycle.moved(tag, "resident")
         if not self.lifecycle.asleep:
-            self.lifecycle.resume_sleep()
+            self.lifecycle.release(SLEEP_OWNER)
         reason = self.lifecycle.why_not_running()
         return {"changed": bool(moves), "asleep": list(self.lifecycle.asleep), "running": reason is None, "reason": reason}
 
@@ -304,7 +309,7 @@ class Control:
         for old in list(self.updates)[:-REMEMBERED_UPDATES]:
             del self.updates[old]
         if apply == "in_place":
-            state.pause(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep", deadline_s)
+            state.hold(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep")
         return update
 
     def _check_base(self, version: int, base_version: int | None, mode: str | None, force: bool) -> None:
@@ -319,7 +324,7 @@ class Control:
 
     @staticmethod
     def _update_owner(update: Update) -> str:
-        return f"update {update.id}"
+        return UPDATE_OWNER + update.id
 
     def take_chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> dict[str, Any]:
         """Receive one chunk and take it in; from any thread but the engine's. The reply says what is left.
@@ -400,7 +405,7 @@ class Control:
         epoch = self.lifecycle.commit(update_id, update.version, full=mode == "full")
         tokens = self._engine.scheduler.new_epoch(epoch, keep_kv=keep_kv)
         self._engine.weight_version = update.version
-        self.lifecycle.leases.pop(self._update_owner(update), None)
+        self.lifecycle.release(self._update_owner(update))
         update.state = "committed"
         update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
         return {**update.status(), "changed": True}
@@ -435,6 +440,6 @@ class Control:
         touched = self._engine.runner.updates.abort()
         torn = f"update {update_id} ended half applied ({reason})" if update.apply == "in_place" and touched else None
         self.lifecycle.close_update(update_id, torn=torn)
-        self.lifecycle.leases.pop(self._update_owner(update), None)
+        self.lifecycle.release(self._update_owner(update))
         update.state, update.reason = "aborted", reason
         return {**update.status(), "changed": True}

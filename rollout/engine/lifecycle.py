@@ -22,6 +22,8 @@ MEMORY_TAGS = ("weights", "kv_cache")
 WEIGHTS_ASLEEP = ("offload", "discard")
 SLEEP_OWNER = "sleep"
 """owner of the lease that sleep takes and wake gives back"""
+UPDATE_OWNER = "update "
+"""and the id: owner of the lease of an update in place"""
 DEFAULT_OWNER = "operator"
 
 
@@ -33,6 +35,11 @@ class Lease:
     mode: str
     expires_at: float | None
     """by the lifecycle's clock; None: never"""
+
+
+def is_own(owner: str) -> bool:
+    """Whether a lease is the engine's own: taken and given back by what needs it, not by callers."""
+    return owner == SLEEP_OWNER or owner.startswith(UPDATE_OWNER)
 
 
 def check_choice(field: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -78,6 +85,11 @@ class Lifecycle:
     @property
     def asleep(self) -> tuple[str, ...]:
         return tuple(tag for tag, state in self.memory.items() if state != "resident")
+
+    @property
+    def usable(self) -> bool:
+        """Whether memory and weights are there, whoever may have paused."""
+        return self.invalid is None and not self.asleep
 
     def why_not_running(self) -> str | None:
         """None if steps may run, else why not."""
@@ -140,6 +152,8 @@ class Lifecycle:
         check_choice("mode", mode, PAUSE_MODES)
         if not isinstance(owner, str) or not owner:
             raise BadRequest(f"owner must be a non-empty string, got {owner!r}", field="owner")
+        if is_own(owner):
+            raise BadRequest(f"owner {owner!r} stands for a lease of the engine's own: choose another name", field="owner")
         if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf):
             raise BadRequest(f"ttl_s must be a finite number of seconds > 0 or null, got {ttl_s!r}", field="ttl_s")
         new = owner not in self.leases
@@ -147,22 +161,25 @@ class Lifecycle:
         return new
 
     def resume(self, owner: str | None = DEFAULT_OWNER) -> bool:
-        """Give back one owner's lease (None: all but sleep's). True if there was one.
+        """Give back one owner's lease (None: all but the engine's own). True if there was one.
 
         Raises:
-            IllegalState: the weights are torn: nothing may run on them.
+            IllegalState: the weights are torn: nothing may run on them; or the lease is the engine's own.
         """
-        owners = [owner] if owner is not None else [o for o in self.leases if o != SLEEP_OWNER]
+        owners = [owner] if owner is not None else [o for o in self.leases if not is_own(o)]
         held = [o for o in owners if o in self.leases]
-        if held and self._torn:
+        if held and (self._torn or is_own(held[0])):
             raise self.illegal("resume")
         for o in held:
             del self.leases[o]
         return bool(held)
 
-    def resume_sleep(self) -> None:
-        """Give back the lease that sleep took."""
-        self.leases.pop(SLEEP_OWNER, None)
+    def hold(self, owner: str, mode: str) -> None:
+        """Take a lease of the engine's own; `release` ends it."""
+        self.leases[owner] = Lease(owner, mode, None)
+
+    def release(self, owner: str) -> None:
+        self.leases.pop(owner, None)
 
     def expire(self) -> list[Lease]:
         """Drop the leases whose time is over; returns them."""

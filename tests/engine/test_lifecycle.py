@@ -117,8 +117,8 @@ def test_random_walks_keep_the_facts_apart(clock: Clock) -> None:
                 elif move == 6 and life.update:
                     life.close_update("u", torn=rng.choice([None, "test"]))
                 elif move == 7:
-                    life.pause(SLEEP_OWNER)
-                    life.resume_sleep()
+                    life.hold(SLEEP_OWNER, "recompute")
+                    life.release(SLEEP_OWNER)
             except IllegalState:
                 assert life.status() == before
             assert life.epoch == epoch
