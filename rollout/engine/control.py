@@ -53,6 +53,8 @@ class Update:
     refuse_nonfinite: bool
     state: str = "open"
     """open, committed or aborted"""
+    phase: str = "receiving"
+    """while open: receiving, or checking or switching in a commit"""
     reason: str | None = None
     report: dict[str, Any] = field(default_factory=dict)
     """what the commit did"""
@@ -98,7 +100,20 @@ class Control:
         return why is None or (self.lifecycle.usable and self.lifecycle.leases.keys() <= self._drains.keys())
 
     def status(self) -> dict[str, Any]:
-        return self.lifecycle.status()
+        """The three facts, and the update that is open."""
+        return {**self.lifecycle.status(), "update": self.open_update_status()}
+
+    def open_update_status(self) -> dict[str, Any] | None:
+        """How far the open update is; None if none is. From any thread, and never waits."""
+        update = self.updates.get(self.lifecycle.update or "")
+        return None if update is None else self._update_status(update)
+
+    def _update_status(self, update: Update) -> dict[str, Any]:
+        if update.state != "open":
+            return update.status()
+        now = self._clock()
+        times = {"elapsed_s": now - update.opened_at, "deadline_in_s": update.expires_at - now}
+        return {**update.status(), "phase": update.phase, **times, **self._engine.runner.updates.progress()}
 
     def next_deadline(self) -> float | None:
         """Clock time at which `poll` has something to do even if nothing comes in."""
@@ -382,8 +397,8 @@ class Control:
         return self.updates[update_id]
 
     def update_status(self, update_id: str) -> dict[str, Any]:
-        update = self.find_update(update_id)
-        return {**update.status(), **(self._engine.runner.updates.progress() if update.state == "open" else {})}
+        """How far an update is, or how it ended. From any thread, and never waits."""
+        return self._update_status(self.find_update(update_id))
 
     def commit_update(self, update_id: str, digests: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Check everything, then make the new weights current, between two steps. Committing twice answers the same.
@@ -396,9 +411,7 @@ class Control:
             return {**update.status(), "changed": False}
         if update.state != "open":
             raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): open a new one")
-        mode = self._final_mode(update)
-        if problems := self._engine.runner.updates.prepare(digests, refuse_nonfinite=update.refuse_nonfinite):
-            raise UpdateRefused(str(ManifestError(problems)))
+        mode = self._prepare(update, digests)
         self._engine.runner.updates.commit(update.version)
         keep_kv = self._settle_requests(update)
         update.mode = mode
@@ -409,6 +422,19 @@ class Control:
         update.state = "committed"
         update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
         return {**update.status(), "changed": True}
+
+    def _prepare(self, update: Update, digests: Mapping[str, int] | None) -> str:
+        """First half of a commit: check all that came. The update's mode, or UpdateRefused."""
+        update.phase = "checking"
+        try:
+            mode = self._final_mode(update)
+            if problems := self._engine.runner.updates.prepare(digests, refuse_nonfinite=update.refuse_nonfinite):
+                raise UpdateRefused(str(ManifestError(problems)))
+        except BaseException:
+            update.phase = "receiving"
+            raise
+        update.phase = "switching"
+        return mode
 
     def _final_mode(self, update: Update) -> str:
         """full or partial. Raises UpdateRefused for an update that grew and must be full, but is not."""

@@ -134,6 +134,7 @@ class Lifecycle:
                 "update": self.update,
             },
             "legal": list(self.legal()),
+            "why_not_running": self.why_not_running(),
         }
 
     def illegal(self, what: str) -> IllegalState:

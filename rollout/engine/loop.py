@@ -191,13 +191,14 @@ VERBS: dict[str, Callable[..., Any]] = {
     "open_update": _takes(_open_update, "open_update"),
     "commit_update": _controlled("commit_update"),
     "abort_update": _controlled("abort_update"),
-    "update_status": _controlled("update_status"),
     "reset_prefix_cache": _reset_prefix_cache,
 }
 """the commands; each runs between two steps on the thread that owns the engine"""
+READS = ("status", "state")
+"""commands that change nothing"""
 
-ASIDE = {"chunk": "take_chunk", "extend": "extend_update", "digests": "digests"}
-"""methods of `Control` that may wait or take long: they run on a lane beside the engine's thread"""
+ASIDE = {"chunk": "take_chunk", "extend": "extend_update", "digests": "digests", "update_status": "update_status"}
+"""methods of `Control` that may wait or take long, or must not wait for a step: they run on a lane beside the engine's thread"""
 
 
 def _call(verb: Callable[..., Any], engine: EngineLike, sink: Sink, args: dict[str, Any]) -> Any:
@@ -245,6 +246,12 @@ class EngineLoop:
         else:
             self._lanes.submit(lane, lambda: getattr(control, ASIDE[verb])(**args), reply)
 
+    def open_update(self) -> dict[str, Any] | None:
+        """How far the open weight update is, for whoever asks while the engine is busy; from any thread."""
+        with contextlib.suppress(Exception):  # the heartbeat asks: it must go on
+            return None if self._control is None else self._control.open_update_status()
+        return None
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """End after the step in progress. False if the thread did not end in time."""
         self._closing = True
@@ -283,6 +290,7 @@ class EngineLoop:
                 return
             if outputs := engine.poll():
                 deliver(engine, self._sink, outputs)
+            self._publish(engine, force=not engine.has_work)
             if engine.has_work:
                 self._beat("step")
                 outputs = engine.step()
@@ -296,16 +304,13 @@ class EngineLoop:
         block = not engine.has_work and not self._closing
         if block:
             self._beat("idle")
-        changed = False
         while True:
             try:
                 item = self._queue.get(block, self._patience(engine) if block else None)
             except queue.Empty:
                 break
             block = False
-            changed = self._handle(engine, item) or changed
-        if changed:
-            self._publish(engine, force=not engine.has_work)
+            self._handle(engine, item)
 
     @staticmethod
     def _patience(engine: EngineLike) -> float | None:
@@ -313,8 +318,8 @@ class EngineLoop:
         deadline = engine.next_deadline()
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _handle(self, engine: EngineLike, item: tuple[Any, ...]) -> bool:
-        """Take one request or run one command. True if the engine's numbers may have changed."""
+    def _handle(self, engine: EngineLike, item: tuple[Any, ...]) -> None:
+        """Take one request or run one command."""
         if item[0] == "request":
             try:
                 engine.add_request(item[1])
@@ -323,26 +328,31 @@ class EngineLoop:
             except Exception as error:  # one request's fault must not end the others'
                 log.error("request %r could not be added", item[1].request_id, exc_info=error)
                 _report(self._sink.rejected, item[1].request_id, RollsyncError(describe(error)))
-            return True
-        if item[0] != "command":
-            return False
-        _, verb, args, reply = item
+        elif item[0] == "command":
+            self._run_command(engine, *item[1:])
+
+    def _run_command(self, engine: EngineLike, verb: str, args: dict[str, Any], reply: Reply) -> None:
         self._beat("command")
         try:
             if verb not in VERBS:
                 raise BadRequest(f"command must be one of {', '.join(VERBS)}, got {verb!r}", field="verb")
             value: Any = _call(VERBS[verb], engine, self._sink, args)
             if isinstance(value, Later):
-                value.reply = reply
-                return True
+                value.reply = lambda found: self._answer(engine, verb, found, reply)
+                return
         except RollsyncError as error:
             value = error
         except Exception as error:  # one command's fault must not end the others' requests
             log.error("command %s", verb, exc_info=error)
             value = RollsyncError(describe(error))
+        self._answer(engine, verb, value, reply)
+
+    def _answer(self, engine: EngineLike, verb: str, value: Any, reply: Reply) -> None:
+        """Reply, once the engine's state is published: who has the answer finds the state it speaks of."""
+        if verb not in READS and not isinstance(value, BaseException):
+            self._publish(engine, force=verb != "abort")
         if not _report(reply, value):
             _report(reply, RollsyncError(f"{verb}: its answer could not be sent"))
-        return bool(verb != "status")
 
     def _publish(self, engine: EngineLike, force: bool) -> None:
         now = time.monotonic()

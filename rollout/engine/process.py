@@ -159,7 +159,7 @@ def start_heartbeat(loop: EngineLoop, outbox: Outbox) -> None:
             if ticks % 8 == 0:
                 memory = memory_bytes()
             now = loop.heartbeat
-            outbox.send("beat", now.phase, time.monotonic() - now.since, now.steps, memory)
+            outbox.send("beat", now.phase, time.monotonic() - now.since, now.steps, memory, loop.open_update())
 
     threading.Thread(target=beat, name="rollsync-heartbeat", daemon=True).start()
 

@@ -121,9 +121,14 @@ async def health_live(request: Request) -> Response:
 
 
 @router.get("/health", openapi_extra=route("Health", "open", gives="Ready", also={503: "Ready"}))
+async def health(request: Request) -> Response:
+    """200 once the model is loaded, while the engine lives, also paused or asleep; the body says whether it is ready, and why not."""
+    return reply(request, *control.health(_service(request)))
+
+
 @router.get("/health/ready", openapi_extra=route("Health", "open", gives="Ready", also={503: "Ready"}))
 async def health_ready(request: Request) -> Response:
-    """200 if a request would be served now, else 503 with the reason."""
+    """200 if a request would be served now, else 503 with the reason: it loads, is paused or asleep, or its weights are invalid."""
     return reply(request, *control.ready(_service(request)))
 
 
@@ -137,7 +142,7 @@ async def version(request: Request) -> Response:
 async def metrics_page(request: Request) -> Response:
     """Prometheus text."""
     engine = _service(request).engine
-    is_live, is_ready = engine.why_not_live() is None, engine.is_ready
+    is_live, is_ready = engine.why_not_live() is None, control.ready(_service(request))[1] == 200
     page = metrics.render(engine.counters, engine.snapshot.stats, engine.snapshot.memory, is_live, is_ready)
     return Response(page, media_type="text/plain; version=0.0.4")
 

@@ -1,13 +1,24 @@
-"""Status, health, abort: what looks at the engine or steers it. Nothing here waits for a step, except abort."""
+"""Status, health, abort: what must be answered whatever the engine is at. Nothing here waits for a step.
+
+Status and health are what the engine published last; an abort that waits for a step to end says so instead of waiting along.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Coroutine
 from typing import Any
 
 from ..engine.process import memory_bytes
+from ..errors import NotReady
 from ..wire import PROTOCOL_VERSION
 from .rollouts import RolloutService
 
+SOON_S = 0.3
+"""after which a call answers that what it asked for is pending"""
+ABORT_S = 600.0
+"""how long that may be"""
 CAPABILITIES = (
     "rollouts",
     "rollouts.stream",
@@ -41,11 +52,30 @@ def live(service: RolloutService) -> tuple[dict[str, Any], int]:
 
 def ready(service: RolloutService) -> tuple[dict[str, Any], int]:
     """Whether a request would be served now."""
-    reason = service.engine.why_not_live()
-    if reason is None and not service.engine.is_ready:
-        phase, done = service.engine.snapshot.progress
+    engine = service.engine
+    reason = engine.why_not_live()
+    if reason is None and not engine.is_ready:
+        phase, done = engine.snapshot.progress
         return {"ready": False, "reason": f"the engine is starting: {phase}", "progress": done}, 503
+    if reason is None:
+        reason = (engine.snapshot.stats.get("state") or {}).get("why_not_running")
     return ({"ready": True}, 200) if reason is None else ({"ready": False, "reason": reason}, 503)
+
+
+def health(service: RolloutService) -> tuple[dict[str, Any], int]:
+    """Whether there is a live engine, loaded: also one that is paused or asleep, which whoever starts against it can change."""
+    shown, _ = ready(service)
+    return shown, 200 if service.engine.why_not_live() is None and service.engine.is_ready else 503
+
+
+def state(service: RolloutService) -> dict[str, Any]:
+    """The facts of the engine's state. NotReady while it loads."""
+    if service.engine.dead is not None:
+        raise service.engine.lost()
+    found = service.engine.snapshot.state(time.monotonic())
+    if found is None:
+        raise NotReady("the engine is still starting: ask /health/ready")
+    return found
 
 
 def version(service: RolloutService, package_version: str) -> dict[str, Any]:
@@ -62,9 +92,9 @@ def status(service: RolloutService) -> dict[str, Any]:
     """The snapshot, as one object."""
     engine = service.engine
     snapshot = engine.snapshot
-    state = "dead" if engine.dead is not None else "running" if engine.is_ready else "loading"
+    facts = snapshot.state(time.monotonic()) or {"scheduling": None, "memory": None, "weights": None, "update": None, "legal": []}
     return {
-        "state": state,
+        "state": "dead" if engine.dead is not None else "running" if engine.is_ready else "loading",
         "reason": engine.why_not_live(),
         "phase": snapshot.phase,
         "phase_age_s": snapshot.phase_age_s,
@@ -73,8 +103,8 @@ def status(service: RolloutService) -> dict[str, Any]:
         "calls_in_flight": len(service.in_flight),
         "calls_unread": sum(not t.is_read for t in service.in_flight.values()),
         "info": snapshot.info,
-        "stats": snapshot.stats,
-        "weights": {"version": snapshot.stats.get("weight_version"), "valid": engine.is_ready},
+        "stats": {name: value for name, value in snapshot.stats.items() if name != "state"},
+        **{name: facts[name] for name in ("scheduling", "memory", "weights", "update", "legal")},
         "memory_bytes": {"front": memory_bytes(), "engine": snapshot.memory},
         "engine_pid": engine.pid,
     }
@@ -83,11 +113,40 @@ def status(service: RolloutService) -> dict[str, Any]:
 async def abort(service: RolloutService, kind: str, value: Any, reason: str) -> dict[str, Any]:
     """End the calls chosen, also those still between front and engine. Their own replies carry the partial outputs.
 
-    Idempotent: with nothing to end, "changed" is false.
+    Idempotent: with nothing to end, "changed" is false. While the engine is in a long step or command, "pending" is true: they end with it.
     """
     chosen = [t for t in service.in_flight.values() if kind == "all" or value == (t.id if kind == "request_id" else getattr(t.call, kind))]
     for ticket in chosen:
         ticket.mark_aborted(reason)
     ids = [i for t in chosen for i in t.open_request_ids]
-    ended = await service.engine.command("abort", request_ids=ids, reason=reason) if ids else {"samples": 0}
-    return {"changed": bool(chosen), "request_ids": sorted(t.id for t in chosen), "samples": ended["samples"]}
+    ended: Any = {"samples": 0}
+    if ids:
+        ended = await soon(service, service.engine.command("abort", ABORT_S, request_ids=ids, reason=reason))
+    shown = {"changed": bool(chosen), "request_ids": sorted(t.id for t in chosen)}
+    return {**shown, "samples": 0, "pending": True} if ended is None else {**shown, "samples": ended["samples"], "pending": False}
+
+
+async def abort_update(service: RolloutService, update_id: str, reason: dict[str, str]) -> dict[str, Any]:
+    """Drop a weight update. Where the engine is in a long step or command, the reply shows the update as it is, "pending"."""
+    ended = await soon(service, service.engine.command("abort_update", ABORT_S, update_id=update_id, **reason))
+    if ended is not None:
+        return {**ended, "pending": False}
+    return {**await update_status(service, update_id), "changed": False, "pending": True}
+
+
+async def update_status(service: RolloutService, update_id: str) -> dict[str, Any]:
+    """How far an update is, or how it ended."""
+    found: dict[str, Any] = await service.engine.aside("reads", "update_status", update_id=update_id)
+    return found
+
+
+async def soon(service: RolloutService, work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` gives, or None if that takes longer than SOON_S; it goes on, and then nobody hears what it raises."""
+    task = asyncio.create_task(work)
+    service.going_on.add(task)
+    task.add_done_callback(service.going_on.discard)
+    done, _ = await asyncio.wait({task}, timeout=SOON_S)
+    if done:
+        return task.result()
+    task.add_done_callback(lambda late: None if late.cancelled() else late.exception())
+    return None

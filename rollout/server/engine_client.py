@@ -67,7 +67,30 @@ class Snapshot:
     progress: tuple[str, float] = ("starting", 0.0)
     info: dict[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
+    stats_at: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
+    update: dict[str, Any] | None = None
+    """the open weight update, told with every beat: also while a command or a step takes long"""
+
+    def state(self, now: float) -> dict[str, Any] | None:
+        """The facts of the engine's state (Control.status) as it published them last, times brought up to `now`. None: not yet."""
+        published = self.stats.get("state")
+        if published is None:
+            return None
+        age = now - self.stats_at
+        leases = [_aged(lease, age) for lease in published["scheduling"]["leases"]]
+        found = {**published, "scheduling": {**published["scheduling"], "leases": leases}}
+        if found["update"] is not None:
+            is_newer = self.update is not None and self.update["id"] == found["update"]["id"] and self.beat_at > self.stats_at
+            found["update"] = _aged(self.update, now - self.beat_at) if is_newer else _aged(found["update"], age)
+        return found
+
+
+def _aged(shown: Any, seconds: float) -> dict[str, Any]:
+    """Its times, so much later."""
+    past = {name: shown[name] + seconds for name in ("elapsed_s",) if name in shown}
+    left = {name: max(0.0, shown[name] - seconds) for name in ("expires_in_s", "deadline_in_s") if shown.get(name) is not None}
+    return {**shown, **past, **left}
 
 
 def liveness(snapshot: Snapshot, dead: str | None, now: float) -> str | None:
@@ -343,12 +366,13 @@ class EngineProcess:
                 future.set_exception(error_from_wire(value))
 
     def _got_stats(self, stats: dict[str, Any]) -> None:
-        self.snapshot.stats = stats
+        self.snapshot.stats, self.snapshot.stats_at = stats, time.monotonic()
 
-    def _got_beat(self, phase: str, age_s: float, steps: int, memory: dict[str, int]) -> None:
+    def _got_beat(self, phase: str, age_s: float, steps: int, memory: dict[str, int], update: dict[str, Any] | None) -> None:
         self._folder = None  # the child removed it
         now = self.snapshot
         now.phase, now.phase_age_s, now.steps, now.memory, now.beat_at = phase, age_s, steps, memory, time.monotonic()
+        now.update = update
 
     def _got_dead(self, words: str) -> None:
         self._lose(f"a step failed: {words.strip()}")

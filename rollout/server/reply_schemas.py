@@ -95,11 +95,22 @@ ROLLOUT_EVENT = reply_schema(
     Item("usage", ref("Usage"), "with done", always=False),
 )
 
+_SCHEDULING = reply_schema("", Item("state", {"type": "string", "enum": ["running", "paused"]}), Item("leases", array(OBJECT)))
+FACTS = (
+    Item("scheduling", nullable(_SCHEDULING), "whether steps may run, and who holds a lease that stops them"),
+    Item("memory", nullable(OBJECT), "by tag: resident, offloaded or discarded"),
+    Item("weights", nullable(OBJECT), "version, epoch, valid or the reason why not, the open update's id"),
+    Item("update", nullable(OBJECT), "the open weight update: phase, bytes, received_bytes, elapsed_s, deadline_in_s, owner, ..."),
+    Item("legal", array(STRING), "moves that would not be refused now"),
+)
+"""of the engine's state; null while it loads"""
+
 ABORT_REPLY = reply_schema(
     "What was ended; with nothing to end, nothing changed.",
     Item("changed", BOOLEAN, "whether there was anything to end"),
     Item("request_ids", array(STRING), "the calls ended"),
     Item("samples", COUNT, "samples ended in the engine"),
+    Item("pending", BOOLEAN, "the engine is in a long step or command, and ends them after it"),
 )
 
 LIVE = reply_schema(
@@ -137,7 +148,7 @@ STATUS = reply_schema(
     Item("calls_unread", COUNT, "that go on, or are kept, after their connection was lost (detach_s)"),
     Item("info", OBJECT, "facts of the engine: model, dtype, kernels, num_blocks, max_model_len, vocab_size, ..."),
     Item("stats", OBJECT, "counters and gauges, those of /metrics"),
-    Item("weights", reply_schema("", Item("version", nullable(INTEGER)), Item("valid", BOOLEAN)), "which weights serve"),
+    *FACTS,
     Item("memory_bytes", OBJECT, "of the front and of the engine process, by kind"),
     Item("engine_pid", nullable(INTEGER)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncIterator
@@ -81,6 +82,8 @@ class RolloutService:
         """those whose reply was sent and is kept a little longer; oldest first, their names free for others"""
         self._reserved: dict[str, int] = {}
         """bytes that calls with detach_s may need"""
+        self.going_on: set[asyncio.Task[Any]] = set()
+        """commands whose callers were answered before they were carried out"""
         self.next_number = itertools.count().__next__
 
     @property

@@ -10,9 +10,11 @@ from starlette.responses import Response
 from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
 from ..errors import BadRequest
+from . import control
 from .audit import note
-from .checks import Field, boolean, choice, integer, mapping, names, object_schema, read, seconds, string
+from .checks import Field, boolean, choice, integer, mapping, names, nullable, object_schema, read, seconds, string
 from .replies import body_of, reply, take
+from .reply_schemas import FACTS
 from .rollouts import RolloutService
 from .schemas import BOOLEAN, COUNT, INTEGER, NUMBER, OBJECT, STRING, Item, array, parameter, reply_schema, route
 
@@ -80,7 +82,7 @@ async def open_update(request: Request) -> Response:
 @router.get("/v1/weights/updates/{update_id}", openapi_extra=route("Weights", "control", gives="Update", errors=(404,)))
 async def update_status(request: Request, update_id: str) -> Response:
     """How far an update is."""
-    return reply(request, await _service(request).engine.command("update_status", update_id=update_id))
+    return reply(request, await control.update_status(_service(request), update_id))
 
 
 @router.post(
@@ -143,13 +145,13 @@ def _digest(name: Any, value: Any) -> int:
 async def abort_update(request: Request, update_id: str) -> Response:
     """Drop an update. Staged, nothing has happened; in place, weights half written are refused until a full update commits."""
     got = await _fields(request, ABORT_UPDATE_FIELDS)
-    return reply(request, await _service(request).engine.command("abort_update", update_id=update_id, **got))
+    return reply(request, await control.abort_update(_service(request), update_id, got))
 
 
 @router.get("/v1/weights", openapi_extra=route("Weights", "traffic", gives="State"))
 async def weights(request: Request) -> Response:
     """Version, epoch and validity of the weights, beside the other facts of the engine's state."""
-    return reply(request, await _service(request).engine.command("state"))
+    return reply(request, control.state(_service(request)))
 
 
 @router.post("/v1/weights/digests", openapi_extra=route("Weights", "control", takes="Compare", gives="Digests", errors=(409,)))
@@ -209,6 +211,10 @@ _UPDATE = reply_schema(
     Item("bytes", COUNT, "of all tensors"),
     Item("received_bytes", COUNT, "while open", always=False),
     Item("missing_chunks", COUNT, "while open", always=False),
+    Item("phase", {"type": "string", "enum": ["receiving", "checking", "switching"]}, "while open", always=False),
+    Item("elapsed_s", NUMBER, "while open: since it was opened", always=False),
+    Item("deadline_in_s", NUMBER, "while open", always=False),
+    Item("pending", BOOLEAN, "of an abort: the engine is in a long step or command, and ends the update after it", always=False),
     Item("epoch", COUNT, "once committed: number of commits so far", always=False),
     Item("recompute_tokens", COUNT, "once committed: tokens of running requests that are prefilled again", always=False),
     Item("aborted", COUNT, "once committed with kv_policy abort: samples ended", always=False),
@@ -217,10 +223,8 @@ _UPDATE = reply_schema(
 )
 _STATE = reply_schema(
     "Three facts, never inferred from each other.",
-    Item("scheduling", reply_schema("", Item("state", {"type": "string", "enum": ["running", "paused"]}), Item("leases", array(OBJECT)))),
-    Item("memory", OBJECT, "by tag: resident, offloaded or discarded"),
-    Item("weights", OBJECT, "version, epoch, valid or the reason why not, the open update"),
-    Item("legal", array(STRING), "moves that would not be refused now"),
+    *FACTS,
+    Item("why_not_running", nullable(STRING), "null: requests are served"),
 )
 COMPONENTS = {
     "OpenUpdate": {**object_schema(OPEN_FIELDS), "required": ["manifest"]},

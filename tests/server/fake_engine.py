@@ -48,7 +48,10 @@ class FakeControl:
         self.lifecycle = Lifecycle(time.monotonic)
 
     def status(self) -> dict[str, Any]:
-        return self.lifecycle.status()
+        return {**self.lifecycle.status(), "update": None}
+
+    def open_update_status(self) -> None:
+        return None
 
     def pause(self, mode: str = "keep", owner: str = "operator", ttl_s: float | None = None, **rest: Any) -> dict[str, Any]:
         changed = self.lifecycle.pause(owner, mode, ttl_s)
@@ -157,7 +160,8 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         num = len(self._running)
-        return {"running": num, "waiting": 0, "free_blocks": 64 - min(64, num), "weight_version": 0, "steps": self.steps}
+        numbers = {"running": num, "waiting": 0, "free_blocks": 64 - min(64, num), "weight_version": 0, "steps": self.steps}
+        return {**numbers, "state": self.control.status()}
 
     def close(self) -> None:
         pass
