@@ -123,14 +123,15 @@ async def abort(service: RolloutService, kind: str, value: Any, reason: str) -> 
     if ids:
         ended = await soon(service, service.engine.command("abort", ABORT_S, request_ids=ids, reason=reason))
     shown = {"changed": bool(chosen), "request_ids": sorted(t.id for t in chosen)}
-    return {**shown, "samples": 0, "pending": True} if ended is None else {**shown, "samples": ended["samples"], "pending": False}
+    return {**shown, "samples": 0, "pending": True} if ended is None else {**shown, "samples": ended["samples"]}
 
 
 async def abort_update(service: RolloutService, update_id: str, reason: dict[str, str]) -> dict[str, Any]:
     """Drop a weight update. Where the engine is in a long step or command, the reply shows the update as it is, "pending"."""
     ended = await soon(service, service.engine.command("abort_update", ABORT_S, update_id=update_id, **reason))
     if ended is not None:
-        return {**ended, "pending": False}
+        shown: dict[str, Any] = ended
+        return shown
     return {**await update_status(service, update_id), "changed": False, "pending": True}
 
 

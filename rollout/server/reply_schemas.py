@@ -110,7 +110,7 @@ ABORT_REPLY = reply_schema(
     Item("changed", BOOLEAN, "whether there was anything to end"),
     Item("request_ids", array(STRING), "the calls ended"),
     Item("samples", COUNT, "samples ended in the engine"),
-    Item("pending", BOOLEAN, "the engine is in a long step or command, and ends them after it"),
+    Item("pending", BOOLEAN, "the engine is in a long step or command, and ends them after it", always=False),
 )
 
 LIVE = reply_schema(
