@@ -23,6 +23,8 @@ _NEEDS = {
 OP_EMBED, OP_RMSNORM, OP_LINEAR, OP_ROPE_STORE, OP_ATTENTION, OP_COPY_BLOCKS, OP_LOGITS, OP_PANELS, OP_SAMPLE = range(1, 10)
 EP_STORE, EP_RESIDUAL, EP_SILU_MUL, EP_GELU_MUL = range(4)
 
+_CODES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+
 
 class Op(ctypes.Structure):
     """`struct Op` of native/program.h."""
@@ -131,7 +133,8 @@ class NativeLibrary:
         self._lib.rs_unpack.argtypes = [c_int, c_void_p, c_void_p, c_int64, *layout]
         self._lib.rs_run.argtypes = [c_void_p, c_int, c_int, c_void_p, c_int, c_void_p]
         self._lib.rs_digest.argtypes = [c_int, c_void_p, c_int64, c_int64, c_int64, c_uint64, c_uint64, c_void_p]
-        self._lib.rs_digest.restype = None
+        self._lib.rs_take.argtypes = [*[c_int] * 3, c_void_p, c_void_p, *[c_int] * 6, c_uint64, c_uint64, c_void_p]
+        self._lib.rs_digest.restype = self._lib.rs_take.restype = None
         self._lib.rs_pack.restype = self._lib.rs_unpack.restype = self._lib.rs_run.restype = None
 
     def packed_elems(self, dtype: int, n: int, k: int, interleave: bool) -> int:
@@ -160,8 +163,22 @@ class NativeLibrary:
         """
         out = (c_uint64 * 2)()
         rows, cols = values.shape
-        code = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}[values.dtype]
-        self._lib.rs_digest(code, values.data_ptr(), values.stride(0), rows, cols, first, width, out)
+        self._lib.rs_digest(_CODES[values.dtype], values.data_ptr(), values.stride(0), rows, cols, first, width, out)
+        return out[0], out[1]
+
+    def take(
+        self, dtype: int, layout: int, dst: int, values: Tensor, n: int, k: int, row0: int, col0: int, first: int, width: int
+    ) -> tuple[int, int]:
+        """`digest` of a piece, and the piece written to (row0, col0) of a weight [n, k], in one pass over its memory.
+
+        Args:
+            dtype: of the weight, 0 bfloat16 or 1 float32.
+            layout: 0 packed, 1 packed with gate beside up rows, 2 plain rows.
+            values: [rows, cols], contiguous, of the weight's dtype; or float32 for a bfloat16 weight, rounded to nearest.
+        """
+        out = (c_uint64 * 2)()
+        rows, cols = values.shape
+        self._lib.rs_take(_CODES[values.dtype], dtype, layout, dst, values.data_ptr(), n, k, row0, rows, col0, cols, first, width, out)
         return out[0], out[1]
 
     def run(self, ops: Any, begin: int, end: int, step: Step, threads: int) -> None:

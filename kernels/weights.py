@@ -217,6 +217,27 @@ class NativeWeights:
         else:
             self._plain(param, shadow)[dst_row : dst_row + rows] = tensor.view(rows)
 
+    def takes(self, values: Tensor) -> bool:
+        """Whether `take` has a kernel for a slice like `values`."""
+        return values.ndim == 2 and values.is_contiguous() and values.dtype in (self.dtype, torch.float32)
+
+    def take(
+        self, param: str, dst_row: int, dst_col: int, values: Tensor, place: int, width: int, *, shadow: bool = False
+    ) -> tuple[int, int]:
+        """`write` a slice of a 2-D parameter and digest it (see `NativeLibrary.digest`), in one pass over its memory.
+
+        Args:
+            values: what `takes` allows; float32 is rounded to nearest for bfloat16 weights.
+            place, width: row-major place of its first element in its whole tensor, and from row to row there.
+        """
+        spec = self.specs[param]
+        rows, cols = values.shape
+        if dst_row < 0 or dst_col < 0 or dst_row + rows > spec.n or dst_col + cols > spec.k:
+            raise ValueError(f"{param} is [{spec.n}, {spec.k}]; cannot write [{rows}, {cols}] at row {dst_row}, column {dst_col}")
+        layout = ("linear", "gate_up", "rows").index(spec.layout)
+        address = self.address(param, shadow)
+        return self.library.take(self._code, layout, address, values, spec.n, spec.k, dst_row, dst_col, place, width)
+
     def read(self, param: str, *, shadow: bool = False) -> Tensor:
         spec = self.specs[param]
         if spec.layout not in ("linear", "gate_up"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,15 +21,16 @@ from .manifest import DTYPE_BYTES, Bucket, ChunkError, Manifest
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 assert TORCH_DTYPES.keys() == DTYPE_BYTES.keys()
 
-Inspect = Callable[[Tensor, Box, tuple[int, ...]], tuple[int, int]]
-"""(values, where they lie, shape of the whole tensor) -> (part of the digest, elements that are not finite)"""
-
 
 class WeightTarget(Protocol):
     """Where one rank's weights go."""
 
-    def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Take in the elements of `box` of the whole tensor `name`, of the box's shape and the manifest's dtype."""
+    def take(self, name: str, box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Take in the elements of `box` of the tensor `name`, whose whole shape is `shape`; in the box's shape and the manifest's dtype.
+
+        Returns:
+            What they add to the tensor's digest, and how many of them are not finite.
+        """
 
 
 def _tensor_over(raw: memoryview, dtype: torch.dtype) -> Tensor:
@@ -41,7 +42,7 @@ def _tensor_over(raw: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 def inspect(values: Tensor, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Digest part and non-finite count in plain torch; an engine passes its faster own."""
+    """Digest part and number of values that are not finite, without kernels."""
     return box_digest(values, box, shape), values.numel() - int(torch.isfinite(values).sum())
 
 
@@ -51,12 +52,11 @@ class Receiver:
     Args:
         manifest: what will come.
         target: where it goes.
-        inspect: digest and finite check of a piece.
     """
 
-    def __init__(self, manifest: Manifest, target: WeightTarget, inspect: Inspect = inspect) -> None:
+    def __init__(self, manifest: Manifest, target: WeightTarget) -> None:
         self.manifest = manifest
-        self._target, self._inspect = target, inspect
+        self._target = target
         self._buckets = {(b.sender, b.sequence): b for b in manifest.buckets}
         self._state: dict[tuple[int, int], str] = {}
         self._lock = threading.Lock()
@@ -124,10 +124,8 @@ class Receiver:
             tensor = self.manifest.tensors[piece.tensor]
             end = piece.start + piece.box.elements * DTYPE_BYTES[tensor.dtype]
             values = _tensor_over(raw[piece.start : end], TORCH_DTYPES[tensor.dtype]).view(piece.box.length)
-            digest, nonfinite = self._inspect(values, piece.box, tensor.shape)
             self.touched = True
-            self._target.write(tensor.name, piece.box, values)
-            parts.append((piece.tensor, digest, nonfinite))
+            parts.append((piece.tensor, *self._target.take(tensor.name, piece.box, values, tensor.shape)))
         return parts
 
     def _known(self, sender: int) -> str:

@@ -45,27 +45,115 @@ inline int64_t packed_offset(bf16*, int block, int lane, int k, int width) {
 }
 inline int64_t packed_offset(float*, int block, int lane, int k, int width) { return ((int64_t)block * width + k) * 32 + lane; }
 
-template <class T>
-void pack(T* dst, const T* src, int64_t ld_src, int n, int width, bool interleave, int row0, int rows, int col0, int cols) {
-  for (int r = 0; r < rows; r++) {
-    int block, lane;
+// Sixteen rows of sixteen words, stored as their columns: what takes weights into their blocks, and out. To STREAM is to write past
+// the caches, on the way in: nobody reads there soon, and memory need not be read first. `dst` then lies on whole cache lines.
+#if defined(__AVX512F__)
+template <bool STREAM>
+inline void transpose16(const char* src, int64_t src_bytes, char* dst, int64_t dst_bytes) {
+  auto put = [](char* to, __m512i x) {
+    if constexpr (STREAM)
+      _mm512_stream_si512((__m512i*)to, x);
+    else
+      _mm512_storeu_si512(to, x);
+  };
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(src + i * src_bytes);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // a[i + c]: column c of every four, of rows i to i + 3
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  for (int c = 0; c < 4; c++) {
+    __m512i x = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), y = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+    __m512i z = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd), w = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+    put(dst + c * dst_bytes, _mm512_shuffle_i32x4(x, y, 0x88));
+    put(dst + (c + 4) * dst_bytes, _mm512_shuffle_i32x4(z, w, 0x88));
+    put(dst + (c + 8) * dst_bytes, _mm512_shuffle_i32x4(x, y, 0xdd));
+    put(dst + (c + 12) * dst_bytes, _mm512_shuffle_i32x4(z, w, 0xdd));
+  }
+}
+#else
+inline void transpose8(const char* src, int64_t src_bytes, char* dst, int64_t dst_bytes) {
+  __m256i a[8], b[8];
+  for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256((const __m256i*)(src + i * src_bytes));
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  for (int c = 0; c < 4; c++) {
+    _mm256_storeu_si256((__m256i*)(dst + c * dst_bytes), _mm256_permute2x128_si256(a[c], a[4 + c], 0x20));
+    _mm256_storeu_si256((__m256i*)(dst + (c + 4) * dst_bytes), _mm256_permute2x128_si256(a[c], a[4 + c], 0x31));
+  }
+}
+template <bool>  // half lines are not worth streaming
+inline void transpose16(const char* src, int64_t src_bytes, char* dst, int64_t dst_bytes) {
+  for (int r = 0; r < 16; r += 8)
+    for (int c = 0; c < 16; c += 8) transpose8(src + r * src_bytes + c * 4, src_bytes, dst + c * dst_bytes + r * 4, dst_bytes);
+}
+#endif
+
+// Calls tile(row, col, block, lane) for what of a slice lies in whole tiles of 16 lanes by 16 words, one(row, col, block, lane) for
+// every other element. Rows and columns count from the slice's corner.
+template <class T, class Tile, class One>
+inline void walk_weights(int n, bool interleave, int row0, int rows, int col0, int cols, Tile tile, One one) {
+  constexpr int TILE_COLS = 64 / sizeof(T), ALIGN_COLS = sizeof(T) == 2 ? 32 : 1;
+  int c0 = std::min(cols, (ALIGN_COLS - col0 % ALIGN_COLS) % ALIGN_COLS), c1 = c0 + (cols - c0) / TILE_COLS * TILE_COLS;
+  for (int r = 0; r < rows;) {
+    int block, lane, last_block, last_lane;
     weight_lane(row0 + r, n, interleave, block, lane);
-    const T* s = src + r * ld_src;
-    if (sizeof(T) == 2 && col0 % 2 == 0 && cols % 2 == 0) {  // two bf16 at a time
-      for (int c = 0; c < cols; c += 2) memcpy(dst + packed_offset(dst, block, lane, col0 + c, width), s + c, 4);
-    } else {
-      for (int c = 0; c < cols; c++) dst[packed_offset(dst, block, lane, col0 + c, width)] = s[c];
+    bool strip = lane % 16 == 0 && r + 16 <= rows;
+    if (strip) {
+      weight_lane(row0 + r + 15, n, interleave, last_block, last_lane);
+      strip = last_block == block && last_lane == lane + 15;
+    }
+    if (strip)
+      for (int c = c0; c < c1; c += TILE_COLS) tile(r, c, block, lane);
+    for (int end = r + (strip ? 16 : 1); r < end; r++) {
+      weight_lane(row0 + r, n, interleave, block, lane);
+      for (int c = 0; c < (strip ? c0 : cols); c++) one(r, c, block, lane);
+      for (int c = strip ? c1 : cols; c < cols; c++) one(r, c, block, lane);
     }
   }
+}
+template <class T>
+constexpr int64_t column_bytes() {
+  return sizeof(T) == 2 ? 64 : 128;
+}
+
+template <class T>
+void pack(T* dst, const T* src, int64_t ld_src, int n, int width, bool interleave, int row0, int rows, int col0, int cols) {
+  const bool whole_lines = (uintptr_t)dst % 64 == 0;
+  walk_weights<T>(
+      n, interleave, row0, rows, col0, cols,
+      [&](int r, int c, int block, int lane) {
+        char* to = (char*)(dst + packed_offset(dst, block, lane, col0 + c, width));
+        const char* from = (const char*)(src + r * ld_src + c);
+        whole_lines ? transpose16<true>(from, ld_src * sizeof(T), to, column_bytes<T>()) : transpose16<false>(from, ld_src * sizeof(T), to, column_bytes<T>());
+      },
+      [&](int r, int c, int block, int lane) { dst[packed_offset(dst, block, lane, col0 + c, width)] = src[r * ld_src + c]; });
+  _mm_sfence();  // streamed lines are there for other threads now
 }
 
 template <class T>
 void unpack(const T* src, T* dst, int64_t ld_dst, int n, int width, bool interleave, int row0, int rows, int col0, int cols) {
-  for (int r = 0; r < rows; r++) {
-    int block, lane;
-    weight_lane(row0 + r, n, interleave, block, lane);
-    for (int c = 0; c < cols; c++) dst[r * ld_dst + c] = src[packed_offset((T*)nullptr, block, lane, col0 + c, width)];
-  }
+  walk_weights<T>(
+      n, interleave, row0, rows, col0, cols,
+      [&](int r, int c, int block, int lane) {
+        const T* from = src + packed_offset((T*)nullptr, block, lane, col0 + c, width);
+        transpose16<false>((const char*)from, column_bytes<T>(), (char*)(dst + r * ld_dst + c), ld_dst * sizeof(T));
+      },
+      [&](int r, int c, int block, int lane) { dst[r * ld_dst + c] = src[packed_offset((T*)nullptr, block, lane, col0 + c, width)]; });
 }
 
 // ---- products: 32 rows by 32 outputs over k blocks [k0, k1), float results in c[(row / 16) * 2 + half][row % 16][16]

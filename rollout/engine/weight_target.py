@@ -30,6 +30,7 @@ class ParamTarget:
         self._rank, self._size = tp_rank, tp_size
         self._params: list[str] = []
         self._unseeded: set[str] = set()
+        self._inspect = inspector(weights)
 
     def cover(self, tensors: Sequence[TensorEntry]) -> None:
         """Get ready for (more) tensors: a parameter that they cover in part only keeps the rest of what is live."""
@@ -44,11 +45,29 @@ class ParamTarget:
                 if self._staged and elements != torch.Size(specs[name].shape).numel():
                     self._unseeded.add(name)
 
-    def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Take in a piece of a whole tensor: what of it this rank keeps, cast (round to nearest) to the engine's dtype."""
+    def take(self, name: str, box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Take in a piece of a whole tensor: what of it this rank keeps, cast (round to nearest) to the engine's dtype.
+
+        Returns:
+            What all of it adds to the tensor's digest, and how many of its values are not finite.
+        """
         if self._staged:
             self._weights.reserve_shadow()
-        cast: Tensor | None = None
+        weights, kept = self._weights, self._kept(name, box)
+        if len(kept) == 1 and kept[0][0] == box and isinstance(weights, NativeWeights) and weights.takes(values):
+            _, param, row, col = kept[0]
+            place = box.offset[0] * shape[1] + box.offset[1]
+            return weights.take(param, row, col, values, place, shape[1], shadow=self._staged)
+        found: tuple[int, int] = self._inspect(values, box, shape)
+        if kept:
+            cast = values.to(weights.dtype)
+            for part, param, row, col in kept:
+                weights.write(param, row, col, cast[part.within(box).slices()], shadow=self._staged)
+        return found
+
+    def _kept(self, name: str, box: Box) -> list[tuple[Box, str, int, int]]:
+        """What of a piece goes where: its part, parameter, row and column there."""
+        found = []
         for w in plan(self._cfg, name, self._rank, self._size):
             flat = len(box.length) == 1
             kept = Box((w.src_row,), (w.rows,)) if flat else Box((w.src_row, w.src_col), (w.rows, w.cols))
@@ -58,11 +77,10 @@ class ParamTarget:
             if w.param in self._unseeded:
                 self._unseeded.remove(w.param)
                 self._weights.seed_shadow(w.param)
-            if cast is None:
-                cast = values.to(self._weights.dtype)
             row = w.dst_row + both.offset[0] - w.src_row
             col = w.dst_col + (0 if flat else both.offset[1] - w.src_col)
-            self._weights.write(w.param, row, col, cast[both.within(box).slices()], shadow=self._staged)
+            found.append((both, w.param, row, col))
+        return found
 
     def commit(self) -> None:
         """Make what was written live. Between two steps."""

@@ -12,7 +12,7 @@ from ...weight_sync.manifest import ChunkError, Manifest, ManifestError, TensorE
 from ...weight_sync.receiver import Receiver
 from ...weight_sync.transports.links import Link, make_link
 from ..models.config import DecoderConfig
-from .weight_target import ParamTarget, inspector, live_digests, manifest_problems, missing_tensors, tie_problems
+from .weight_target import ParamTarget, live_digests, manifest_problems, missing_tensors, tie_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class WeightUpdates:
 
     def __init__(self, cfg: DecoderConfig, weights: Weights) -> None:
         self._cfg, self._weights = cfg, weights
-        self._inspect = inspector(weights)
         self._lock = threading.Lock()
         self._open: _Open | None = None
         self.version = 0
@@ -43,7 +42,7 @@ class WeightUpdates:
         link = make_link(transport)
         target = ParamTarget(self._cfg, self._weights, staged=staged)
         target.cover(first.tensors)
-        self._open = _Open(update_id, Receiver(first, target, self._inspect), target, link)
+        self._open = _Open(update_id, Receiver(first, target), target, link)
         return []
 
     def extend(self, update_id: str, tensors: Sequence[TensorEntry], layout: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -185,6 +185,30 @@ def test_weights_written_slice_by_slice(ops: NativeOps, layout: str, dtype: torc
     assert torch.equal(weights.read("w").view(BITS[dtype]), w.view(BITS[dtype]))
 
 
+@DTYPES
+@pytest.mark.parametrize("sent", [torch.float32, None])
+@pytest.mark.parametrize("layout", ["linear", "gate_up", "rows"])
+def test_weights_taken_in_with_their_digest(ops: NativeOps, layout: str, sent: torch.dtype | None, dtype: torch.dtype) -> None:
+    """One pass: what is written, the digest of what came, and how much of it is not finite."""
+    n, k = 140, 77
+    weights = NativeWeights(ops.library, {"w": WeightSpec(n, k, layout)}, dtype)
+    x = rand(n, k, dtype=sent or dtype)
+    x[3, 5], x[139, 76], x[70, 0] = float("nan"), float("inf"), -float("inf")
+    x[0, 0], x[139, 0] = 3e-39, 1e-40  # below the normal numbers
+    digest = broken = 0
+    for r0, r1 in pairwise([0, 3, 19, 70, 71, 140]):
+        for c0, c1 in pairwise([0, 32, 77]):
+            part = x[r0:r1, c0:c1].contiguous()
+            assert weights.takes(part)
+            found = weights.take("w", r0, c0, part, r0 * k + c0, k)
+            digest, broken = digest + found[0], broken + found[1]
+    found_bits, wanted_bits = (t.nan_to_num(7).view(BITS[dtype]) for t in (weights.read("w"), x.to(dtype)))
+    assert torch.equal(found_bits, wanted_bits)
+    assert (digest % 2**64, broken) == ops.library.digest(x, 0, k) and broken == 3
+    with pytest.raises(ValueError, match="cannot write"):
+        weights.take("w", 139, 0, x[:2].contiguous(), 0, k)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -8,6 +8,7 @@ import random
 import msgpack
 import pytest
 import torch
+from rollsync.kernels.native_lib import available_builds, load_build
 from rollsync.weight_sync.boxes import Box, tiling_faults
 from rollsync.weight_sync.digest import box_digest, combine, tensor_digest
 from rollsync.weight_sync.manifest import ALIGN_BYTES, DTYPE_BYTES, Manifest, ManifestError, TensorEntry, TensorSlice, plan
@@ -140,28 +141,55 @@ def test_reshard_gives_each_rank_what_it_wants_and_nothing_else(trainers: int, e
         assert moved[r] == sum(b.elements * 4 for boxes in wanted[r].values() for b in boxes)
 
 
+def documented_digest(x: torch.Tensor) -> int:
+    """The sum that weight_sync/digest.py states, word by word."""
+
+    def key(word: int) -> int:
+        z = (word // 128 + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % (1 << 64)
+        return pow(10829, word % 128 + 1, 1 << 14) * (z ^ z >> 31 | 1)
+
+    raw = x.contiguous().view(torch.uint8).numpy().tobytes()
+    words = [int.from_bytes((raw[i : i + 4] + b"\0\0")[:4], "little", signed=True) for i in range(0, len(raw), 4)]
+    return sum(word * key(i) for i, word in enumerate(words)) % (1 << 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_digests_add_up_over_any_cut_and_see_every_change(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("build", [None, *available_builds()])
+def test_digests_are_the_documented_sum_however_a_tensor_is_cut(dtype: torch.dtype, build: str | None) -> None:
+    rng = random.Random(f"{dtype}")
+    for shape in ((37, 41), (1100, 3), (3, 2051)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        row, col = rng.randrange(shape[0]), rng.randrange(shape[1])
+        cuts = [Box((0, 0), (row, shape[1])), Box((row, 0), (shape[0] - row, col)), Box((row, col), (shape[0] - row, shape[1] - col))]
+        assert documented_digest(x) == tensor_digest(x)
+        if build is None:
+            assert combine([box_digest(x[b.slices()], b, shape) for b in cuts]) == tensor_digest(x)
+        else:
+            x[0, :2] = torch.tensor([float("nan"), float("inf")])
+            library = load_build(build)
+            parts = [library.digest(x[b.slices()], b.offset[0] * shape[1] + b.offset[1], shape[1]) for b in cuts if b.elements]
+            assert (combine([p[0] for p in parts]), sum(p[1] for p in parts)) == (tensor_digest(x), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_sees_what_goes_wrong_on_the_way(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(11, 6, generator=generator).to(dtype)
-    whole = tensor_digest(x)
-    cuts = [Box((0, 0), (4, 6)), Box((4, 0), (7, 2)), Box((4, 2), (7, 4))]
-    assert combine([box_digest(x[b.slices()], b, x.shape) for b in cuts]) == whole
+    x = torch.randn(64, 48, generator=generator).to(dtype)
     bits = x.view(torch.int16 if dtype != torch.float32 else torch.int32)
-    for i in (0, 17, 65):
-        changed = bits.clone().view(-1)
-        changed[i] ^= 1
-        assert tensor_digest(changed.view(bits.shape).view(dtype)) != whole
-    assert tensor_digest(x.flip(0)) != whole
-    assert tensor_digest(x.view(6, 11)) == whole, "positions are row-major, whatever the shape"
-    assert tensor_digest(torch.zeros(3, dtype=dtype)) != tensor_digest(torch.zeros(4, dtype=dtype))
-
-
-def test_a_digest_is_the_documented_sum() -> None:
-    def adds(bits: int, position: int) -> int:
-        key = (position + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
-        return (bits * 0x85EBCA6B + key) % (1 << 32) * (key >> 32 | 1)
-
-    x = torch.tensor([1.0, -2.5, 0.0])
-    bits = [v & 0xFFFFFFFF for v in x.view(torch.int32).tolist()]
-    assert tensor_digest(x) == sum(adds(b, i) for i, b in enumerate(bits)) % (1 << 64)
+    flat = x.view(-1)
+    faults = [x.flip(0), x.flip(1), x.roll(1, 0), flat.roll(1), flat.roll(256), x.t(), x.view(2, 32, 48).flip(0), torch.zeros_like(x)]
+    faults.append(torch.cat([x[:40], x[:24]]))  # a piece comes twice, another not
+    for i in (0, 17, 255, 3071):
+        for bit in range(bits.itemsize * 8):
+            changed = bits.clone().view(-1)
+            changed[i] ^= 1 << bit if bit < bits.itemsize * 8 - 1 else torch.iinfo(bits.dtype).min
+            faults.append(changed.view(dtype))
+        for j in (1, 18, 300, 2900):
+            swapped = x.clone().view(-1)
+            swapped[[i, j]] = swapped[[j, i]]
+            faults.append(swapped)
+    found = [tensor_digest(f.contiguous()) for f in faults]
+    assert tensor_digest(x) not in found and len(set(found)) == len(found)
+    assert tensor_digest(x.view(6, -1)) == tensor_digest(x), "places are row-major, whatever the shape"
