@@ -20,6 +20,7 @@ from ..errors import NoSuchRoute, RollsyncError
 from . import control, openai, openai_schemas, reply_schemas, token_routes, weights
 from .access import Access
 from .audit import AuditLog
+from .dialects import sglang, sglang_control, sglang_schemas
 from .encoding import encode_aside
 from .engine_client import EngineProcess
 from .guard import Guard, RouteNeeds
@@ -163,8 +164,15 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-ROUTERS = (router, token_routes.router, openai.router, weights.router)
-COMPONENTS = {**schemas(), **reply_schemas.COMPONENTS, **token_routes.COMPONENTS, **openai_schemas.COMPONENTS, **weights.COMPONENTS}
+ROUTERS = (router, token_routes.router, openai.router, weights.router, sglang.router, sglang_control.router)
+COMPONENTS = {
+    **schemas(),
+    **reply_schemas.COMPONENTS,
+    **token_routes.COMPONENTS,
+    **openai_schemas.COMPONENTS,
+    **weights.COMPONENTS,
+    **sglang_schemas.COMPONENTS,
+}
 """schemas by name, of bodies and replies of every router"""
 
 

@@ -110,7 +110,7 @@ class FakeEngine:
     def _output(self, r: _Running, start: int = 0, **end: Any) -> SampleOutput:
         tokens = r.tokens[start:]
         logprobs = [-float("inf") if t == 0 else -1.0 / (1 + t) for t in tokens]
-        extra = {"model_logprobs": logprobs} if "model_logprobs" in r.request.include else {}
+        extra = {name: logprobs for name in ("model_logprobs", "temperature_logprobs") if name in r.request.include}
         if end and "prompt_logprobs" in r.request.include:
             extra["prompt_logprobs"] = [None, *(-0.5 for _ in r.request.prompt_token_ids[1:])]
         spans = [(v, max(0, SWITCH * v - start), min(len(r.tokens), SWITCH * (v + 1)) - start) for v in range(len(r.tokens) // SWITCH + 1)]

@@ -27,7 +27,13 @@ def vllm_error(error: BaseException, status: int) -> dict[str, Any]:
     return {"error": {"message": wire["message"], "type": kind, "param": wire.get("field"), "code": status}}
 
 
-SHAPES: dict[str, Shape] = {"VllmError": vllm_error}
+def sglang_failure(error: BaseException, status: int) -> dict[str, Any]:
+    """{"success": false, "message"}, and the error as our own routes tell it."""
+    wire = error_to_wire(error)
+    return {"success": False, "message": wire["message"], "error": wire}
+
+
+SHAPES: dict[str, Shape] = {"VllmError": vllm_error, "SglangFailure": sglang_failure}
 """by the name of the error's component"""
 
 

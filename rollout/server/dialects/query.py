@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import Request
@@ -10,6 +11,7 @@ from ...errors import BadRequest
 from ..checks import Field, Schema, read
 from ..schemas import parameter
 
+_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 """in any case: Python clients write True"""
 
@@ -25,6 +27,8 @@ def _value(kind: str, text: str) -> Any:
         return _BOOLEANS.get(text.lower(), text)
     if kind == "integer" and len(text) <= 20 and text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
         return int(text)
+    if kind == "number" and _NUMBER.fullmatch(text):
+        return float(text)
     return text
 
 
