@@ -1,0 +1,217 @@
+"""The groups that one engine rank is in, by name, and the receiving end of the `collective` transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..manifest import Bucket, ChunkError
+from .collective import DEFAULT_TIMEOUT_S, Group, form
+from .rendezvous import GroupError, Store
+
+MAX_GROUPS = 64
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A group under its name: bound, being joined, or formed."""
+
+    host: str
+    port: int
+    store: Store | None = None
+    group: Group | None = None
+    gone: bool = False
+
+
+class Groups:
+    """Groups of one rank. From any thread; `join` blocks, nothing else does.
+
+    Args:
+        device: where received bytes lie; its kind chooses the backend.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self._device.type == "cuda" else "gloo"
+
+    def _replace(self, name: str, entry: _Entry | None) -> bool:
+        """Put `entry` in a name's place; what was there is torn down. True if there was something."""
+        with self._lock:
+            old = self._entries.pop(name, None)
+            if entry is not None:
+                if len(self._entries) >= MAX_GROUPS:
+                    raise GroupError("binding", name, "", 0, f"there are {MAX_GROUPS} groups already: leave one")
+                self._entries[name] = entry
+        if old is not None:
+            old.gone = True
+            if old.group is not None:
+                old.group.close("it was formed anew" if entry is not None else "this side left it")
+        return old is not None
+
+    def bind(self, name: str, host: str, port: int = 0) -> tuple[str, int]:
+        """Host the place where a group will meet; where that is. A group of that name is torn down first.
+
+        Raises:
+            GroupError: the port is taken.
+        """
+        self._replace(name, None)
+        store = Store.bind(name, host, port)
+        self._replace(name, _Entry(host, store.port, store))
+        return host, store.port
+
+    def join(
+        self,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        backend: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        layout: str | None = None,
+    ) -> Group:
+        """Join a group that meets at host and port; blocks until it is formed. One that this rank is in under that name is torn down.
+
+        Raises:
+            GroupError: it was not formed in time, or somebody formed or left one of that name meanwhile.
+        """
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is None or entry.store is None or entry.store.port != port:
+            entry = _Entry(host, port)
+            self._replace(name, entry)
+        store, entry.store = entry.store, None
+        gone: Callable[[], bool] = lambda: entry.gone  # noqa: E731
+        try:
+            if store is None:
+                store = Store.connect(name, host, port, world_size, timeout_s, gone)
+                layout = layout or (None if rank else "native")
+            else:
+                layout = "native"
+            device = self._device if self._device.type == "cuda" else None
+            group = form(
+                store, rank, world_size, backend=backend or self.backend, device=device, timeout_s=timeout_s, layout=layout, gone=gone
+            )
+        except BaseException:
+            with self._lock:
+                if self._entries.get(name) is entry:
+                    del self._entries[name]
+            raise
+        with self._lock:
+            if not entry.gone:
+                entry.group = group
+                return group
+        group.close("another took its name")
+        raise group.error("joining", "somebody left it or formed another of that name meanwhile")
+
+    def leave(self, name: str) -> bool:
+        """Tear a group down; what waits on it fails soon. False if there is none of that name."""
+        return self._replace(name, None)
+
+    def get(self, name: str) -> Group:
+        """Raises GroupError if there is none of that name that can be used."""
+        with self._lock:
+            entry = self._entries.get(name)
+            known = ", ".join(self._entries) or "none"
+        if entry is None or entry.group is None:
+            raise GroupError("opening", name, "", 0, f"no such group is formed (known: {known})")
+        if entry.group.closed_because:
+            raise entry.group.error("opening", f"{entry.group.closed_because}: form it anew")
+        return entry.group
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Facts by name."""
+        with self._lock:
+            entries = dict(self._entries)
+        found: dict[str, dict[str, Any]] = {}
+        for name, entry in entries.items():
+            group = entry.group
+            if group is None:
+                found[name] = {"state": "forming", "host": entry.host, "port": entry.port}
+            else:
+                facts = {key: getattr(group, key) for key in ("host", "port", "rank", "size", "backend")}
+                reason = group.closed_because
+                found[name] = {"state": "closed" if reason else "formed", **facts, **({"reason": reason} if reason else {})}
+        return found
+
+    def close(self) -> None:
+        for name in list(self._entries):
+            self._replace(name, None)
+
+
+class CollectiveLink:
+    """Receives an update's buckets by broadcast, each sender over a group of its own, in the order in which it sends.
+
+    There are two buffers per sender: while a bucket is taken out of one, the next is being received into the other.
+
+    Args:
+        groups: by sender.
+        bucket: what is known of a chunk (Receiver.bucket); raises ChunkError for one that is not.
+    """
+
+    def __init__(self, groups: list[Group], bucket: Callable[[int, int], Bucket]) -> None:
+        self._lines = [_Line(group, sender, bucket) for sender, group in enumerate(groups)]
+
+    def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
+        if not 0 <= bucket.sender < len(self._lines):
+            raise ChunkError(f"sender {bucket.sender} has no group in this update; it has {len(self._lines)}")
+        data: Any = self._lines[bucket.sender].take(bucket).cpu().numpy()
+        return memoryview(data)
+
+    def lost(self) -> str | None:
+        """Why no more can come; None while it can."""
+        return next((line.group.closed_because for line in self._lines if line.group.closed_because), None)
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+
+class _Line:
+    """What comes from one sender."""
+
+    def __init__(self, group: Group, sender: int, bucket: Callable[[int, int], Bucket]) -> None:
+        self.group, self._sender, self._bucket = group, sender, bucket
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=group.device)] * 2
+        self._next = 0
+        self._ahead: tuple[Tensor, Any] | None = None
+        """bucket `_next`, if its reception has begun"""
+        self._waiting = False
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """The bytes of the sender's next bucket, valid until the next call."""
+        if bucket.sequence != self._next:
+            raise ChunkError(f"chunk {bucket.sequence} of sender {self._sender} is not next in its broadcasts: {self._next} is")
+        data, operation = self._ahead or self._begin(bucket)
+        self._waiting, self._ahead = True, None
+        operation.wait()
+        self._waiting = False
+        self._next += 1
+        try:
+            following = self._bucket(self._sender, self._next)
+        except ChunkError:
+            return data
+        self._ahead = self._begin(following)
+        return data
+
+    def _begin(self, bucket: Bucket) -> tuple[Tensor, Any]:
+        index = bucket.sequence % 2
+        if self._buffers[index].numel() < bucket.nbytes:
+            self._buffers[index] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.group.device)
+        data = self._buffers[index][: bucket.nbytes]
+        return data, self.group.broadcast(data, 0, what=f"bucket {bucket.sequence}")
+
+    def close(self) -> None:
+        if self._ahead is not None or self._waiting:
+            self.group.close("an update ended while a bucket was on its way")
