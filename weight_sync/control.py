@@ -32,6 +32,15 @@ class UpdateControl(Protocol):
 
     def abort(self, update_id: str, reason: str) -> dict[str, Any]: ...
 
+    def bind_group(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Where a group will meet: name, host, port, rank of the engine's first, world_size, backend."""
+
+    def join_group(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the engine join; answered once the group is formed."""
+
+    def groups(self) -> dict[str, Any]:
+        """State of the engine's groups by name."""
+
 
 class HttpControl:
     """The weight routes of one server over a kept connection. Not for use by two threads at once.
@@ -98,6 +107,19 @@ class HttpControl:
     def commit(self, update_id: str, digests: Mapping[str, int] | None) -> dict[str, Any]:
         shown = None if digests is None else {name: f"{value:016x}" for name, value in digests.items()}
         reply: dict[str, Any] = self.call("POST", f"/v1/weights/updates/{update_id}/commit", msgpack.packb({"digests": shown}))
+        return reply
+
+    def bind_group(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = self.call("POST", "/v1/weights/groups", msgpack.packb(body))
+        return reply
+
+    def join_group(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        path = f"/v1/weights/groups/{urllib.parse.quote(name, safe='')}/join"
+        reply: dict[str, Any] = self.call("POST", path, msgpack.packb(body))
+        return reply
+
+    def groups(self) -> dict[str, Any]:
+        reply: dict[str, Any] = self.call("GET", "/v1/weights/groups")["groups"]
         return reply
 
     def abort(self, update_id: str, reason: str) -> dict[str, Any]:

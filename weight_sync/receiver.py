@@ -84,6 +84,11 @@ class Receiver:
             raise ChunkError(f"there is no chunk (sender {sender}, sequence {sequence}) in this update: {self._known(sender)}")
         return bucket
 
+    def has(self, sender: int, sequence: int) -> bool:
+        """Whether that chunk has been taken in."""
+        with self._lock:
+            return self._state.get((sender, sequence)) == "done"
+
     def chunk(self, sender: int, sequence: int, data: Any) -> bool:
         """Take in one bucket. False if it had come before: a retry changes nothing.
 

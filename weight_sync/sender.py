@@ -22,9 +22,10 @@ from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, TensorEntry, Tenso
 from .receiver import TORCH_DTYPES
 from .sources import TensorMeta, WeightSource
 from .transports.base import HttpTransport, Transport
+from .transports.broadcast import Broadcast
 from .transports.ipc import SharedBuffers
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers}
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers, "collective": Broadcast}
 
 
 class Ranks(Protocol):
@@ -59,6 +60,13 @@ class DistRanks:
         return values
 
 
+def _typed(buffer: memoryview | Tensor, dtype: torch.dtype, start: int, count: int) -> Tensor:
+    """`count` elements of a buffer from byte `start` on."""
+    if isinstance(buffer, Tensor):
+        return buffer[start : start + count * dtype.itemsize].view(dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
+
+
 @dataclass(kw_only=True)
 class SyncReport:
     """What one sync did."""
@@ -77,7 +85,7 @@ class WeightSender:
     Args:
         engines: URLs, or objects with the calls of `UpdateControl`.
         source: this rank's weights.
-        transport: "ipc" (same host), "http", or an object.
+        transport: "ipc" (same host), "collective" (gloo, NCCL), "http", or an object.
         bucket_bytes: size of one message; a rank holds two.
         token: bearer token of the control routes.
         options: passed to every open: mode, apply, kv_policy, deadline_s, refuse_nonfinite, ...
@@ -128,6 +136,7 @@ class WeightSender:
         manifest = self._agree()
         buckets = manifest.buckets_of(self._ranks.rank)
         self._transport.prepare(max((b.nbytes for b in buckets), default=1))
+        self._together("connect", lambda: self._each(lambda engine: self._transport.connect(engine, self._ranks.rank)))
         offers = self._ranks.gather(self._transport.offer())
         ids = self._together("open", lambda: self._open(manifest, offers, {**self._options, **options}, version), lead=True)
         opened = time.perf_counter()
@@ -137,6 +146,7 @@ class WeightSender:
             digests = {name: combine([p[name] for p in parts if name in p]) for name in {n for p in parts for n in p}}
             replies = self._together("commit", lambda: self._commit(ids, digests), lead=True)
         except UpdateError as error:
+            self._transport.reset()
             if self._ranks.rank == 0:
                 self._abandon(ids, str(error))
             raise
@@ -214,9 +224,11 @@ class WeightSender:
                 tensor = manifest.tensors[piece.tensor]
                 values = next(pieces)
                 dtype = TORCH_DTYPES[tensor.dtype]
-                target = torch.frombuffer(buffer, dtype=dtype, count=piece.box.elements, offset=piece.start).view(piece.box.length)
+                target = _typed(buffer, dtype, piece.start, piece.box.elements).view(piece.box.length)
                 target.copy_(values)
                 parts[tensor.name] = combine([parts.get(tensor.name, 0), self._digest(target, piece.box, tensor.shape)])
+            for engine in self._engines:
+                self._transport.start(engine, bucket, index)
             flying[index] = [
                 self._lanes[engine.address].submit(self._transport.send, engine, ids[engine.address], bucket, index)
                 for engine in self._engines

@@ -17,6 +17,7 @@ from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
 from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, UPDATE_OWNER, Lifecycle, check_choice
 from .types import SampleOutput
+from .weight_groups import GroupCalls
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -87,6 +88,7 @@ class Control:
         self.lifecycle = Lifecycle(clock)
         self.updates: dict[str, Update] = {}
         """the last ones, by id; at most one is open"""
+        self.groups = GroupCalls(lambda: engine.runner.updates.groups)
         self._drains: dict[str, Drain] = {}
         """pauses that have not come to rest yet, by owner"""
         self._outputs: list[SampleOutput] = []
@@ -137,6 +139,8 @@ class Control:
             update = self.updates[self.lifecycle.update]
             if now >= update.expires_at:
                 self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed")
+            else:
+                self._abort_lost()
         for drain in list(self._drains.values()):
             self._poll_drain(drain, now)
 
@@ -297,6 +301,7 @@ class Control:
         except ManifestError as error:
             raise UpdateRefused(str(error)) from None
         update_id = uuid.uuid4().hex
+        self._abort_lost()
         if state.update is not None or state.memory["weights"] != "resident":
             raise state.illegal("opening an update")
         try:
@@ -326,6 +331,11 @@ class Control:
         if apply == "in_place":
             state.hold(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep")
         return update
+
+    def _abort_lost(self) -> None:
+        """End an update whose sender is gone, so that the next one need not wait for its deadline."""
+        if self.lifecycle.update is not None and (why := self._engine.runner.updates.lost()):
+            self.abort_update(self.lifecycle.update, why)
 
     def _check_base(self, version: int, base_version: int | None, mode: str | None, force: bool) -> None:
         """What the weights that are served say to an update of this version."""

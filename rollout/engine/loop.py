@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 from ..errors import BadRequest, IllegalState, RollsyncError, describe
@@ -197,7 +198,16 @@ VERBS: dict[str, Callable[..., Any]] = {
 READS = ("status", "state")
 """commands that change nothing"""
 
-ASIDE = {"chunk": "take_chunk", "extend": "extend_update", "digests": "digests", "update_status": "update_status"}
+ASIDE = {
+    "chunk": "take_chunk",
+    "extend": "extend_update",
+    "digests": "digests",
+    "update_status": "update_status",
+    "bind_group": "groups.bind",
+    "join_group": "groups.join",
+    "leave_group": "groups.leave",
+    "groups": "groups.status",
+}
 """methods of `Control` that may wait or take long, or must not wait for a step: they run on a lane beside the engine's thread"""
 
 
@@ -244,7 +254,7 @@ class EngineLoop:
         elif verb not in ASIDE:
             reply(BadRequest(f"command must be one of {', '.join(ASIDE)}, got {verb!r}", field="verb"))
         else:
-            self._lanes.submit(lane, lambda: getattr(control, ASIDE[verb])(**args), reply)
+            self._lanes.submit(lane, lambda: attrgetter(ASIDE[verb])(control)(**args), reply)
 
     def open_update(self) -> dict[str, Any] | None:
         """How far the open weight update is, for whoever asks while the engine is busy; from any thread."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ...weight_sync.manifest import Manifest, TensorEntry
 from .config import EngineConfig
 from .types import StepPlan, StepResult
+from .weight_groups import GroupsLike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,10 @@ class UpdatesLike(Protocol):
     version: int
     """weight version of the next forward pass"""
 
+    @property
+    def groups(self) -> GroupsLike:
+        """Those that trainers send over."""
+
     def open(self, update_id: str, manifest: Manifest | None, *, mode: str | None, staged: bool, transport: Any) -> list[str]:
         """Get ready for an update, or say all that keeps it from fitting and change nothing. No manifest: `extend` will name tensors.
 
@@ -86,6 +91,9 @@ class UpdatesLike(Protocol):
 
     def abort(self) -> bool:
         """Forget the update, without waiting for a sender. True if a byte of it had been applied."""
+
+    def lost(self) -> str | None:
+        """Why the open update can never be completed (its sender is gone); None while it can. From any thread."""
 
     def progress(self) -> dict[str, Any]:
         """bytes, received_bytes and missing_chunks of the open update; from any thread."""

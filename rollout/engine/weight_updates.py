@@ -10,6 +10,7 @@ from typing import Any
 from ...kernels.weights import Weights
 from ...weight_sync.manifest import ChunkError, Manifest, ManifestError, TensorEntry
 from ...weight_sync.receiver import Receiver
+from ...weight_sync.transports.groups import Groups
 from ...weight_sync.transports.links import Link, make_link
 from ..models.config import DecoderConfig
 from .weight_target import ParamTarget, live_digests, manifest_problems, missing_tensors, tie_problems
@@ -32,6 +33,7 @@ class WeightUpdates:
         self._cfg, self._weights = cfg, weights
         self._lock = threading.Lock()
         self._open: _Open | None = None
+        self.groups = Groups()
         self.version = 0
 
     def open(self, update_id: str, manifest: Manifest | None, *, mode: str | None, staged: bool, transport: Any) -> list[str]:
@@ -39,10 +41,11 @@ class WeightUpdates:
         first = manifest or Manifest(())
         if problems := manifest_problems(self._cfg, first, mode if manifest is not None else "partial"):
             return problems
-        link = make_link(transport)
         target = ParamTarget(self._cfg, self._weights, staged=staged)
+        receiver = Receiver(first, target)
+        link = make_link(transport, self.groups, receiver.bucket)
         target.cover(first.tensors)
-        self._open = _Open(update_id, Receiver(first, target), target, link)
+        self._open = _Open(update_id, receiver, target, link)
         return []
 
     def extend(self, update_id: str, tensors: Sequence[TensorEntry], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -58,6 +61,8 @@ class WeightUpdates:
     def chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> bool:
         open_ = self._opened(update_id)
         bucket = open_.receiver.bucket(sender, sequence)
+        if "data" not in where and open_.receiver.has(sender, sequence):  # a retry: it is not on its way again
+            return False
         data = open_.link.view(bucket, where)  # may block for as long as its transport waits for the sender
         try:
             with self._lock:  # an abort waits for the chunk at hand, so nothing is written once it is over
@@ -101,6 +106,10 @@ class WeightUpdates:
         with self._lock:
             self._open = None
         return open_.receiver.touched
+
+    def lost(self) -> str | None:
+        open_ = self._open
+        return None if open_ is None else open_.link.lost()
 
     def progress(self) -> dict[str, Any]:
         open_ = self._open

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute
 
 from .. import metrics
 from ..errors import NoSuchRoute, RollsyncError
-from . import control, openai, openai_schemas, reply_schemas, token_routes, weights
+from . import control, groups, openai, openai_schemas, reply_schemas, token_routes, weights
 from .access import Access
 from .audit import AuditLog
 from .dialects import sglang, sglang_control, sglang_schemas
@@ -164,13 +164,14 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-ROUTERS = (router, token_routes.router, openai.router, weights.router, sglang.router, sglang_control.router)
+ROUTERS = (router, token_routes.router, openai.router, weights.router, groups.router, sglang.router, sglang_control.router)
 COMPONENTS = {
     **schemas(),
     **reply_schemas.COMPONENTS,
     **token_routes.COMPONENTS,
     **openai_schemas.COMPONENTS,
     **weights.COMPONENTS,
+    **groups.COMPONENTS,
     **sglang_schemas.COMPONENTS,
 }
 """schemas by name, of bodies and replies of every router"""

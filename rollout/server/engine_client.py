@@ -256,6 +256,10 @@ class EngineProcess:
 
     async def aside(self, lane: str, verb: str, timeout_s: float = 60.0, **args: Any) -> Any:
         """Run what may take long beside the steps, in order with what the same lane was given before (see engine/loop.py)."""
+        return await self.run_aside(lane, verb, args, timeout_s)
+
+    async def run_aside(self, lane: str, verb: str, args: dict[str, Any], timeout_s: float = 60.0) -> Any:
+        """`aside`, for verbs whose arguments have names of ours."""
         return await self._ask(repr(verb), timeout_s, "aside", lane, verb, args)
 
     async def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], timeout_s: float = 60.0) -> Any:

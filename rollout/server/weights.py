@@ -27,7 +27,7 @@ OPEN_FIELDS = (
     Field("manifest", mapping, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}"),
     Field("version", integer(0, VERSION_LIMIT), "of the new weights; left out: the current one plus 1"),
     Field("base_version", integer(0, VERSION_LIMIT), "what a partial update builds on; refused on any other"),
-    Field("transport", mapping, "how the bytes come: {name: http | ipc, offers}; left out: with the chunks"),
+    Field("transport", mapping, "how the bytes come: {name: http | ipc | collective, offers}; left out: with the chunks"),
     Field("mode", choice(*MODES), "full: every tensor; partial: those named"),
     Field("apply", choice("staged", "in_place"), "staged: into a second copy, old weights serve on; in_place: the engine pauses"),
     Field("kv_policy", choice(*KV_POLICIES), "what becomes of running requests at the commit"),

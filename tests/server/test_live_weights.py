@@ -63,7 +63,7 @@ def sample(client: RolloutClient) -> tuple[list[int], list[float], list[Any]]:
     return list(found.token_ids), list(found.logprobs), list(found.weight_versions)
 
 
-@pytest.mark.parametrize("transport", ["http", "ipc"])
+@pytest.mark.parametrize("transport", ["http", "ipc", "collective"])
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_after_a_sync_the_server_gives_the_new_bits(server: Any, checkpoints: list[Path], transport: str, apply: str) -> None:
     with RolloutClient(server.url) as client:

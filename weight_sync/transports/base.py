@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ..control import UpdateControl
 from ..manifest import Bucket
 
@@ -18,19 +20,31 @@ class Transport(Protocol):
     def prepare(self, buffer_bytes: int) -> None:
         """Have `num_buffers` buffers of that size. Called before each update; keeps what fits."""
 
-    def buffer(self, index: int) -> memoryview:
-        """Where to pack."""
+    def connect(self, control: UpdateControl, rank: int) -> None:
+        """Reach one engine, before each update; `rank` of this trainer process. What is still connected is kept."""
+        return
+
+    def buffer(self, index: int) -> memoryview | Tensor:
+        """Where to pack: bytes in memory, or a uint8 tensor."""
 
     def offer(self) -> dict[str, Any]:
         """What the open call says of this transport, beside its name."""
 
+    def start(self, control: UpdateControl, bucket: Bucket, index: int) -> None:
+        """Buffer `index` is packed. Called for every bucket in its order, before `send`, on the thread that packs."""
+        return
+
     def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
         """Hand buffer `index` over to one engine; returns once the engine has taken it in."""
+
+    def reset(self) -> None:
+        """An update failed: forget what is under way."""
+        return
 
     def close(self) -> None: ...
 
 
-class HttpTransport:
+class HttpTransport(Transport):
     """Buckets as request bodies: for small models and through firewalls."""
 
     name = "http"

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .rendezvous import BACKENDS, GroupError, Store, meet, words
+from ..names import BACKENDS, LAYOUTS
+from .rendezvous import GroupError, Store, meet, words
 
 DEFAULT_TIMEOUT_S = 60.0
 CUT_TAG = 0x7FFFFF
@@ -220,6 +221,8 @@ def form(
     try:
         if backend not in BACKENDS:
             raise GroupError("joining", store.name, store.host, store.port, f"backend must be gloo or nccl, got {backend!r}")
+        if layout is not None and layout not in LAYOUTS:
+            raise GroupError("joining", store.name, store.host, store.port, f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
         if not 0 <= rank < size:
             raise GroupError("joining", store.name, store.host, store.port, f"rank must be in [0, {size}), got {rank}")
         layout = meet(store, rank, size, backend, began + timeout_s, layout, gone)

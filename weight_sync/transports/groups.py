@@ -36,6 +36,7 @@ class Groups:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
+        self.num_ranks = 1
         self._device = device or torch.device("cpu")
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}

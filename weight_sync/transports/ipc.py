@@ -14,6 +14,7 @@ from typing import Any
 
 from ..control import UpdateControl
 from ..manifest import Bucket
+from .base import Transport
 
 
 class IpcError(ValueError):
@@ -30,7 +31,7 @@ def _start_time(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-class SharedBuffers:
+class SharedBuffers(Transport):
     """The sending end: one memfd that holds all buffers, mapped once on either side."""
 
     name = "ipc"

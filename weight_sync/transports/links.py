@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..manifest import Bucket
+from .groups import CollectiveLink, Groups
 from .ipc import MappedBuffers, host_device
 
 
@@ -22,6 +23,9 @@ class Link(Protocol):
         Waits for the sender if the transport does, no longer than its deadline. Raises ValueError if they are not to be had.
         """
 
+    def lost(self) -> str | None:
+        """Why nothing can come any more (its sender is gone); None while it can. From any thread."""
+
     def close(self) -> None:
         """From any thread; a `view` that waits in another ends soon."""
 
@@ -34,6 +38,9 @@ class BodyLink:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise LinkError("the chunk brought no bytes: send them as the body")
         return memoryview(data)
+
+    def lost(self) -> str | None:
+        return None
 
     def close(self) -> None:
         return None
@@ -61,14 +68,21 @@ class IpcLink:
             raise LinkError(f"offset must be an int, got {offset!r}")
         return mapped[bucket.sender].view(offset, bucket.nbytes)
 
+    def lost(self) -> str | None:
+        return None
+
     def close(self) -> None:
         mapped, self._mapped = self._mapped, []
         for one in mapped:
             one.close()
 
 
-def make_link(transport: Any) -> Link:
+def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[int, int], Bucket] | None = None) -> Link:
     """The receiving end of `{"name", "offers"}`; None means the bytes come with the chunks.
+
+    Args:
+        groups: those this rank is in, for `collective`: `{"name", "group"}` of the only sender, or an offer `{"group"}` of each.
+        bucket: what is known of a chunk, by sender and sequence; raises ChunkError for one that is not.
 
     Raises:
         LinkError (or another ValueError of the transport): it cannot be set up.
@@ -80,4 +94,15 @@ def make_link(transport: Any) -> Link:
         return BodyLink()
     if name == "ipc":
         return IpcLink(transport.get("offers"))
-    raise LinkError(f"transport.name must be one of http, ipc, got {name!r}")
+    if name == "collective" and groups is not None and bucket is not None:
+        return CollectiveLink([groups.get(group) for group in _group_names(transport)], bucket)
+    raise LinkError(f"transport.name must be one of http, ipc, collective, got {name!r}")
+
+
+def _group_names(transport: Mapping[str, Any]) -> list[str]:
+    offers = transport.get("offers", [{"group": transport.get("group")}])
+    given = [offer.get("group") if isinstance(offer, dict) else None for offer in offers] if isinstance(offers, list) else []
+    names = [name for name in given if isinstance(name, str)]
+    if not names or len(names) < len(given):
+        raise LinkError("collective needs transport.group, or one offer with a group per sender")
+    return names

@@ -19,8 +19,6 @@ import torch.distributed
 
 dist: Any = torch.distributed
 
-LAYOUTS = ("native", "plain", "torch")
-BACKENDS = ("gloo", "nccl")
 POLL_S = 0.01
 VLLM_ID_KEY = "broadcast_from/0/0"
 """where vLLM's trainer puts its NCCL id"""

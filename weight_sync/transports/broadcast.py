@@ -1,0 +1,150 @@
+"""The sending end of the `collective` transport: packed buckets, broadcast to each engine over a group of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..control import UpdateControl, UpdateError
+from ..manifest import Bucket
+from .base import Transport
+from .collective import DEFAULT_TIMEOUT_S, Group, Operation, form
+from .rendezvous import GroupError, Store
+
+
+class Broadcast(Transport):
+    """Buckets by broadcast, double-buffered: one is packed while another is on its way.
+
+    Groups are formed at the first sync and kept. After a failure, or if an engine has lost its end (it was restarted, another
+    trainer took the name), the next sync forms them anew.
+
+    Args:
+        group: their name; a trainer that comes back under the same name takes over what its predecessor left behind.
+        port: where the engine is to host their meeting place; 0 lets it choose.
+        timeout_s: for forming a group, and for each bucket.
+        device: where buckets are packed; cuda sends by NCCL.
+    """
+
+    name = "collective"
+    num_buffers = 2
+
+    def __init__(
+        self, group: str = "default", *, port: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str = "cpu"
+    ) -> None:
+        self._name, self._port, self._timeout_s, self._device = group, port, timeout_s, torch.device(device)
+        self._groups: dict[str, Group] = {}
+        """by the engine's address"""
+        self._buffers: list[Tensor] = []
+        self._under_way: dict[tuple[str, int], Operation | GroupError] = {}
+        """by the engine's address and the bucket's sequence"""
+
+    def prepare(self, buffer_bytes: int) -> None:
+        if not self._buffers or self._buffers[0].numel() < buffer_bytes:
+            self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(self.num_buffers)]
+
+    def buffer(self, index: int) -> Tensor:
+        return self._buffers[index]
+
+    def offer(self) -> dict[str, Any]:
+        return {"group": self._name}
+
+    def connect(self, control: UpdateControl, rank: int) -> None:
+        if rank and not self._name.endswith(f".{rank}"):
+            self._name += f".{rank}"
+        group = self._groups.get(control.address)
+        if group is not None and not group.closed_because:
+            theirs = control.groups().get(self._name, {})
+            if theirs.get("state") == "formed" and theirs.get("port") == group.port:
+                return
+        if group is not None:
+            group.close("it is formed anew")
+        self._groups[control.address] = meet_engine(
+            control, self._name, port=self._port, timeout_s=self._timeout_s, device=self._device if self._device.type == "cuda" else None
+        )
+
+    def start(self, control: UpdateControl, bucket: Bucket, index: int) -> None:
+        """Begin the broadcast, in the order of sequences. What fails here is raised by `send`, if the engine has no better words."""
+        data = self._buffers[index][: bucket.nbytes]
+        try:
+            operation: Operation | GroupError = self._groups[control.address].broadcast(data, 0, what=f"bucket {bucket.sequence}")
+        except GroupError as error:
+            operation = error
+        self._under_way[control.address, bucket.sequence] = operation
+
+    def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
+        operation = self._under_way.pop((control.address, bucket.sequence))
+        try:
+            # The engine's reply first: if anything is wrong there, it says so while a broadcast would only run into its deadline.
+            control.chunk(update_id, bucket.sender, bucket.sequence)
+            if isinstance(operation, GroupError):
+                raise operation
+            operation.wait()
+        except (UpdateError, GroupError) as error:
+            self._groups[control.address].close(f"bucket {bucket.sequence} failed: {error}")
+            raise
+
+    def reset(self) -> None:
+        self._under_way.clear()
+        for group in self._groups.values():
+            group.close("an update failed")
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close("the sender ended")
+        self._groups.clear()
+        self._buffers.clear()
+
+
+def meet_engine(
+    control: UpdateControl,
+    name: str,
+    *,
+    rank: int = 0,
+    senders: int = 1,
+    port: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: torch.device | None = None,
+    place: Mapping[str, Any] | None = None,
+) -> Group:
+    """Form a group with one engine, as its rank `rank`: the engine chooses the place, then both sides join at once.
+
+    Args:
+        place: the engine's answer to `bind_group`, if another rank has asked; then that rank also has the engine join.
+
+    Raises:
+        UpdateError: with the engine's own words, and those of this end.
+    """
+    leads = place is None
+    where = place or control.bind_group({"name": name, "port": port, "senders": senders})
+    gone = threading.Event()
+    outcome: list[Group | GroupError] = []
+
+    def join_here() -> None:
+        try:
+            size, backend = where["world_size"], where["backend"]
+            store = Store.connect(name, where["host"], where["port"], size, timeout_s, gone.is_set)
+            facts: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s, "layout": "native"}
+            outcome.append(form(store, rank, size, **facts, gone=gone.is_set))
+        except GroupError as error:
+            outcome.append(error)
+
+    here = threading.Thread(target=join_here, name="rollsync-group-join", daemon=True)
+    here.start()
+    told: Exception | None = None
+    if leads:
+        try:
+            control.join_group(name, {"rank": senders, "world_size": where["world_size"], "timeout_s": timeout_s})
+        except UpdateError as error:
+            told = error
+            gone.set()
+    here.join(timeout_s + 5.0)
+    found = outcome[0] if outcome else GroupError("joining", name, where["host"], where["port"], "it did not end in time")
+    if told is None and isinstance(found, Group):
+        return found
+    if isinstance(found, Group):
+        found.close("the engine did not join")
+    raise UpdateError("; this end: ".join(str(e) for e in (told, found) if isinstance(e, Exception)))
