@@ -298,8 +298,7 @@ class EngineLoop:
             self._drain(engine)
             if self._closing:
                 return
-            if outputs := engine.poll():
-                deliver(engine, self._sink, outputs)
+            self._poll(engine)
             self._publish(engine, force=not engine.has_work)
             if engine.has_work:
                 self._beat("step")
@@ -308,6 +307,12 @@ class EngineLoop:
                 if outputs:
                     deliver(engine, self._sink, outputs)
                 self._publish(engine, force=not engine.has_work)
+                if not engine.has_work:
+                    self._poll(engine)  # this step may have ended a drain, and nothing else may come for long
+
+    def _poll(self, engine: EngineLike) -> None:
+        if outputs := engine.poll():
+            deliver(engine, self._sink, outputs)
 
     def _drain(self, engine: EngineLike) -> None:
         """Take in what has come; with nothing to do, sleep until something does."""

@@ -20,7 +20,8 @@ from ..errors import NoSuchRoute, RollsyncError
 from . import control, groups, openai, openai_schemas, reply_schemas, token_routes, weights
 from .access import Access
 from .audit import AuditLog
-from .dialects import sglang, sglang_control, sglang_schemas
+from .dialects import sglang, sglang_control, sglang_schemas, shared, vllm, vllm_generate, vllm_tokens
+from .dialects.version_names import VersionNames
 from .encoding import encode_aside
 from .engine_client import EngineProcess
 from .guard import Guard, RouteNeeds
@@ -164,7 +165,17 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-ROUTERS = (router, token_routes.router, openai.router, weights.router, groups.router, sglang.router, sglang_control.router)
+VLLM = (vllm_generate, vllm, vllm_tokens, shared)
+ROUTERS = (
+    router,
+    token_routes.router,
+    openai.router,
+    weights.router,
+    groups.router,
+    sglang.router,
+    sglang_control.router,
+    *(module.router for module in VLLM),
+)
 COMPONENTS = {
     **schemas(),
     **reply_schemas.COMPONENTS,
@@ -174,6 +185,8 @@ COMPONENTS = {
     **groups.COMPONENTS,
     **sglang_schemas.COMPONENTS,
 }
+for _module in VLLM:
+    COMPONENTS |= _module.COMPONENTS
 """schemas by name, of bodies and replies of every router"""
 
 
@@ -220,6 +233,7 @@ def create_app(
     app.state.bodies = BodyRoom(max_body_bytes, max(BODIES_BYTES, 4 * max_body_bytes))
     app.state.served_model_name = served_model_name
     app.state.started = int(time.time())
+    app.state.version_names = VersionNames()
     for each in ROUTERS:
         app.include_router(each)
     app.openapi = functools.cache(lambda: openapi(version))  # type: ignore[method-assign]

@@ -154,6 +154,13 @@ def string(path: str, value: Any) -> Any:
     return text(path, value)
 
 
+@check({"type": "array", "items": {"type": "string", "minLength": 1}})
+def strings(path: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        raise fail(path, "a list of non-empty strings", value)
+    return [string(f"{path}[{i}]", item) for i, item in enumerate(value)]
+
+
 @check({"type": "string"})
 def text(path: str, value: Any) -> Any:
     if not isinstance(value, str):

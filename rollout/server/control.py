@@ -110,6 +110,15 @@ def status(service: RolloutService) -> dict[str, Any]:
     }
 
 
+async def pause(service: RolloutService, patience_s: float, **args: Any) -> dict[str, Any]:
+    """Have the engine come to rest (see engine/control.py), within `patience_s`. Mode abort also ends what is on its way to it."""
+    if args.get("mode") == "abort":
+        for ticket in list(service.in_flight.values()):
+            ticket.mark_aborted("paused")
+    report: dict[str, Any] = await service.engine.run("pause", args, patience_s)
+    return report
+
+
 async def abort(service: RolloutService, kind: str, value: Any, reason: str) -> dict[str, Any]:
     """End the calls chosen, also those still between front and engine. Their own replies carry the partial outputs.
 

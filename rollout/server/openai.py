@@ -25,6 +25,7 @@ from .text import INLINE_TOKENS
 from .ticket import name_prompt
 
 router = APIRouter()
+ErrorShape = Callable[[BaseException], dict[str, Any]]
 
 
 def served_names(service: RolloutService, alias: str | None) -> list[str]:
@@ -33,8 +34,9 @@ def served_names(service: RolloutService, alias: str | None) -> list[str]:
     return list(dict.fromkeys(name for name in (alias, service.model, path.name, path.stem if path.suffix == ".gguf" else "") if name))
 
 
-def _check_model(service: RolloutService, alias: str | None, asked: str | None) -> str:
-    names = served_names(service, alias)
+def check_model(request: Request, asked: str | None) -> str:
+    """The model's name as the reply shows it. ModelNotFound if `asked` is another."""
+    names = served_names(request.app.state.service, request.app.state.served_model_name)
     if asked is not None and asked not in names:
         raise ModelNotFound(f"model {show(asked)} is not served here; served: {', '.join(names)}", field="model")
     return asked or names[0]
@@ -42,7 +44,7 @@ def _check_model(service: RolloutService, alias: str | None, asked: str | None) 
 
 def _name(request: OpenAIRequest, i: int) -> str:
     """Prompt `i` as the caller wrote it."""
-    return "messages" if request.chat else "prompt" if len(request.prompts) == 1 else f"prompt[{i}]"
+    return "messages" if request.chat else request.prompt_field if len(request.prompts) == 1 else f"{request.prompt_field}[{i}]"
 
 
 def _rename(error: RollsyncError, i: int, request: OpenAIRequest) -> RollsyncError:
@@ -63,8 +65,9 @@ def _rename(error: RollsyncError, i: int, request: OpenAIRequest) -> RollsyncErr
 class Call:
     """One call on its way: ids first, then a ticket, then a reply."""
 
-    def __init__(self, service: RolloutService, request: OpenAIRequest, model: str) -> None:
+    def __init__(self, service: RolloutService, request: OpenAIRequest, model: str, make_reply: Callable[..., Reply]) -> None:
         self.service, self.request, self.model = service, request, model
+        self._make_reply = make_reply
 
     async def open(self) -> None:
         """Register, and have the prompts tokenised and submitted. Raises BadRequest for one that cannot be served: it fails the call."""
@@ -77,11 +80,11 @@ class Call:
             self.ticket.close()
             raise
         head = {
-            "id": ("chatcmpl-" if request.chat else "cmpl-") + self.ticket.id,
+            "id": request.id_prefix + self.ticket.id,
             "model": self.model,
             "system_fingerprint": service.fingerprint or None,
         }
-        self.reply = Reply(request, prompts, head, tokenizer, service.engine.snapshot.info.get("eos_token_ids", ()))
+        self.reply = self._make_reply(request, prompts, head, tokenizer, service.engine.snapshot.info.get("eos_token_ids", ()))
 
     async def _prompts(self) -> list[Prompt]:
         request, ticket, found = self.request, self.ticket, []
@@ -115,7 +118,7 @@ class Call:
         ]
         return RolloutCall(
             prompts=specs,
-            naming=Naming(params=""),
+            naming=Naming(params=request.params_field),
             include=("prompt_logprobs",) if request.prompt_logprobs else (),
             request_id=request.request_id,
             group=request.group,
@@ -151,12 +154,14 @@ class Call:
 class ChunkStream(Response):
     """Chunks as server-sent events, or as frames of msgpack. The status waits for the first, so a call that is refused has its own.
 
-    `close` is called however it ends.
+    `close` is called however it ends; `shape` makes the event of an error that comes later.
     """
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None], binary: bool) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None], binary: bool, shape: ErrorShape = error_body
+    ) -> None:
         super().__init__(media_type=MSGPACK if binary else SSE, headers={"Cache-Control": "no-store"})
-        self._chunks, self._close, self._binary = chunks, close, binary
+        self._chunks, self._close, self._binary, self._shape = chunks, close, binary, shape
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,7 +182,7 @@ class ChunkStream(Response):
                 if not begun:
                     raise
                 # The status line is gone: the stream itself has to say it.
-                await put(await frame(error_body(error), self._binary), more=False)
+                await put(await frame(self._shape(error), self._binary), more=False)
             else:
                 await put(b"" if self._binary else b"data: [DONE]\n\n", more=False)
 
@@ -189,13 +194,19 @@ class ChunkStream(Response):
             self._close()
 
 
-async def _answer(request: Request, parse: Callable[[Any], OpenAIRequest]) -> Response:
+async def answer(
+    request: Request,
+    parse: Callable[[Any], OpenAIRequest],
+    make_reply: Callable[..., Reply] = Reply,
+    shape: ErrorShape = error_body,
+) -> Response:
+    """Serve one call: `parse` reads the body, `make_reply` builds what writes the reply."""
     state = request.app.state
     asked = await take(request, parse)
-    call = Call(state.service, asked, _check_model(state.service, state.served_model_name, asked.model))
+    call = Call(state.service, asked, check_model(request, asked.model), make_reply)
     await until_disconnect(request.receive, call.open())
     if asked.stream:
-        return ChunkStream(call.chunks(), call.ticket.close, wants_msgpack(request))
+        return ChunkStream(call.chunks(), call.ticket.close, wants_msgpack(request), shape)
     try:
         whole = await until_disconnect(request.receive, call.whole())
     finally:
@@ -217,7 +228,7 @@ async def completions(request: Request) -> Response:
     finish_reason "abort". Logprobs are those of the distribution drawn from, at temperature 0 those at temperature 1; a prompt's, with
     echo, are the model's own, without alternatives. A stream ends with `data: [DONE]`.
     """
-    return await _answer(request, parse_completion)
+    return await answer(request, parse_completion)
 
 
 @router.post(
@@ -229,7 +240,7 @@ async def chat_completions(request: Request) -> Response:
 
     Tools are given to the template. Failures, aborts, logprobs and streams are as for completions.
     """
-    return await _answer(request, parse_chat)
+    return await answer(request, parse_chat)
 
 
 def _model(request: Request) -> dict[str, Any]:
@@ -249,5 +260,5 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{model:path}", openapi_extra=route("OpenAI", "traffic", gives="Model", errors=(404,), error="OpenAIError"))
 async def model(request: Request, model: str) -> Response:
     """The model of this name, if it is the one that is served."""
-    _check_model(request.app.state.service, request.app.state.served_model_name, model)
+    check_model(request, model)
     return reply(request, _model(request))

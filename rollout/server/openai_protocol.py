@@ -68,6 +68,12 @@ class OpenAIRequest:
     session: str | None
     priority: int
     deadline_s: float | None
+    prompt_field: str = "prompt"
+    """what the body calls the prompt, for errors"""
+    params_field: str = ""
+    """what stands before sampling parameters in the body"""
+    id_prefix: str = "cmpl-"
+    """of the reply's id"""
 
     @property
     def needs_tokenizer(self) -> bool:
@@ -77,7 +83,7 @@ class OpenAIRequest:
 def only(*allowed: Any, why: str) -> Check:
     """The values that change nothing. Others are refused: `why` says what there is instead."""
 
-    names = {bool: "boolean", int: "integer", str: "string", dict: "object"}
+    names = {bool: "boolean", int: "integer", str: "string", dict: "object", list: "array"}
     kinds = {names[type(a)] for a in allowed} or {"string"}
 
     @check({"type": kinds.pop(), **({"enum": list(allowed)} if allowed else {})})
@@ -88,6 +94,11 @@ def only(*allowed: Any, why: str) -> Check:
         return value
 
     return run
+
+
+def accept_any(kind: str) -> Check:
+    """Whatever comes: nothing is done with it. `kind` is what its schema says."""
+    return Check(lambda path, value: value, {"type": kind})
 
 
 _PROMPT_KINDS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
@@ -264,7 +275,7 @@ CHAT_FIELDS = (
 )
 
 
-def _params(got: dict[str, Any], max_tokens: int | None, top_logprobs: int) -> SamplingParams:
+def sampling_params(got: dict[str, Any], max_tokens: int | None, top_logprobs: int) -> SamplingParams:
     known = {f.name for f in fields(SamplingParams)}
     given = {f.name: got[f.name] for f in SAMPLING_FIELDS if f.name in got}
     if top_logprobs:
@@ -274,7 +285,7 @@ def _params(got: dict[str, Any], max_tokens: int | None, top_logprobs: int) -> S
     return SamplingParams(**given, max_tokens=max_tokens)
 
 
-def _common(got: dict[str, Any]) -> dict[str, Any]:
+def common_fields(got: dict[str, Any]) -> dict[str, Any]:
     options = got.get("stream_options")
     if options is not None and not got.get("stream"):
         raise BadRequest("stream_options needs stream: true", field="stream_options")
@@ -299,7 +310,7 @@ def _common(got: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown_logprobs(got: dict[str, Any], logprobs: int | None) -> int:
+def shown_logprobs(got: dict[str, Any], logprobs: int | None) -> int:
     """How many alternatives the engine has to report. A greedy token's own logprob is that of the likeliest (see openai_replies.py)."""
     return max(logprobs, 1 if got.get("temperature") == 0 else 0) if logprobs is not None else 0
 
@@ -310,7 +321,7 @@ def parse_completion(body: Any) -> OpenAIRequest:
     if got.get("best_of", got.get("n", 1)) != got.get("n", 1):
         raise NotSupported(f"best_of other than n is not supported: ask for n = {got['best_of']} and choose", field="best_of")
     logprobs, echo = got.get("logprobs"), got.get("echo", False)
-    common = _common(got)
+    common = common_fields(got)
     if common["stream"] and echo and logprobs is not None:
         raise NotSupported("echo with logprobs is not supported in a stream: the prompt's come with the end of a choice", field="echo")
     return OpenAIRequest(
@@ -319,7 +330,7 @@ def parse_completion(body: Any) -> OpenAIRequest:
         prompts=got["prompt"],
         messages=[],
         template={},
-        params=_params(got, got.get("max_tokens", COMPLETION_MAX_TOKENS), _shown_logprobs(got, logprobs)),
+        params=sampling_params(got, got.get("max_tokens", COMPLETION_MAX_TOKENS), shown_logprobs(got, logprobs)),
         logprobs=logprobs,
         echo=echo,
         add_special_tokens=got.get("add_special_tokens", True),
@@ -343,12 +354,13 @@ def parse_chat(body: Any) -> OpenAIRequest:
     if clash is not None:
         raise BadRequest(f"{clash} is given twice: beside messages and in chat_template_kwargs", field=f"chat_template_kwargs.{clash}")
     return OpenAIRequest(
-        **_common(got),
+        **common_fields(got),
         chat=True,
         prompts=[],
         messages=got["messages"],
+        id_prefix="chatcmpl-",
         template={**template, **got.get("chat_template_kwargs", {})},
-        params=_params(got, max_tokens, _shown_logprobs(got, logprobs)),
+        params=sampling_params(got, max_tokens, shown_logprobs(got, logprobs)),
         logprobs=logprobs,
         echo=False,
         add_special_tokens=False,

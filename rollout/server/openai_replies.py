@@ -33,6 +33,9 @@ class Token:
     start: int
     top: list[tuple[str, bytes, float]]
     """likeliest first"""
+    id: int
+    top_ids: list[int]
+    """of `top`"""
 
 
 def _finite(value: float | None) -> float | None:
@@ -80,7 +83,7 @@ class Prompt:
         decoder = IncrementalDecoder(tokenizer, skip_special_tokens) if tokenizer else None
         found, start = [], 0
         for token, logprob in zip(self.ids, logprobs, strict=True):
-            found.append(Token(*names(token), _finite(logprob), start, []))
+            found.append(Token(*names(token), _finite(logprob), start, [], token, []))
             start += len(decoder.push(token)) if decoder else 0
         return found
 
@@ -114,8 +117,9 @@ class Choice:
             top = [(t, v) for t, v in zip(*row, strict=True) if t >= 0 and _finite(v) is not None]
             if self.request.params.temperature == 0:
                 logprob = dict(top).get(token, logprob)  # the engine's is 0 by definition
-            shown = [(*self._names(t), v) for t, v in top[: self.request.logprobs]]
-            found.append(Token(*self._names(token), _finite(logprob), start, shown))
+            top = top[: self.request.logprobs]
+            shown = [(*self._names(t), v) for t, v in top]
+            found.append(Token(*self._names(token), _finite(logprob), start, shown, token, [t for t, _ in top]))
         return found
 
 

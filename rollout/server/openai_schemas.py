@@ -16,6 +16,7 @@ _ERROR = reply_schema(
     Item("code", STRING, "the kind of error, as on the other routes"),
 )
 _SPAN = reply_schema("", Item("version", INTEGER), Item("start", COUNT), Item("end", COUNT))
+SPAN_OF_TEXT = reply_schema("", Item("version", STRING), Item("start", COUNT), Item("end", COUNT))
 _END = (
     Item("index", COUNT, "prompt index x n + choice"),
     Item("finish_reason", nullable({"type": "string", "enum": ["stop", "length", "abort"]}), "null in a chunk that ends nothing"),

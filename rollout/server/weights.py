@@ -168,11 +168,7 @@ async def digests(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """Take a lease that stops the engine; answered once it is at rest, saying what became of each kind of request."""
     got = await _fields(request, PAUSE_FIELDS)
-    service = _service(request)
-    if got.get("mode") == "abort":  # also what is still on its way to the engine
-        for ticket in list(service.in_flight.values()):
-            ticket.mark_aborted("paused")
-    return reply(request, await service.engine.run("pause", got, got.get("timeout_s", 3600.0) + 30.0))
+    return reply(request, await control.pause(_service(request), got.get("timeout_s", 3600.0) + 30.0, **got))
 
 
 @router.post("/v1/engine/resume", openapi_extra=route("Control", "control", takes="Resume", gives="Resumed", errors=(409,)))

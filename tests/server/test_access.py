@@ -28,12 +28,16 @@ from starlette.routing import Route
 KEY, CONTROL = {"Authorization": "Bearer k\N{LATIN SMALL LETTER E WITH ACUTE}y"}, {"Authorization": "bearer  c"}
 ROUTES = [(m, r.path) for r in app.routes() if isinstance(r, APIRoute) for m in sorted(r.methods)]
 NEEDS = RouteNeeds(app.routes())
-OPEN = {"/", "/health", "/health/live", "/health/ready", "/version", "/ready"}
+OPEN = {"/", "/health", "/health/live", "/health/ready", "/version", "/ready", "/ping"}
 SGLANG_CONTROL = {
     *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache", "/release_memory_occupation"),
     *("/resume_memory_occupation", "/update_weight_version", "/post_process_weights"),
 }
 READS = {"/v1/engine/status"}
+VLLM_CONTROL = {
+    "/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests", "/sleep", "/wake_up", "/release_kv_cache_memory",
+    "/reset_prefix_cache",
+}  # fmt: skip
 OTHERS = [("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/docs"), ("OPTIONS", "/v1/rollouts"), ("POST", "/v1/rollouts/")]
 DISGUISED = ["/v1/engine/%61bort", "/v1/engine/abort/", "/v1/engine/abort?x=/health", "/v1/engine/../engine/abort", "/v1/engine/abort%0A"]
 
@@ -53,7 +57,7 @@ def ask(http: httpx.Client, method: str, path: str, headers: dict[str, str], acc
 def test_no_route_answers_without_its_key(locked: httpx.Client) -> None:
     assert {path for _, path in ROUTES} >= OPEN | {"/v1/rollouts", "/v1/engine/abort"}
     for method, path in [*ROUTES, *OTHERS]:
-        controls = path in SGLANG_CONTROL or (path.startswith(("/v1/engine/", "/v1/weights/")) and path not in READS)
+        controls = path in SGLANG_CONTROL | VLLM_CONTROL or (path.startswith(("/v1/engine/", "/v1/weights/")) and path not in READS)
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic key"}, {"Authorization": "Bearer"}):
             refused = ask(locked, method, path, wrong).status_code == 401
             assert refused == (path not in OPEN), (method, path, wrong)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ...engine.lifecycle import MEMORY_TAGS
 from ...errors import BadRequest, IllegalState, NotReady, RollsyncError
 from .. import control
-from ..checks import Field, boolean, choice, names, read, seconds, string, text
+from ..checks import Field, boolean, choice, names, read, seconds, text
 from ..openai import served_names
 from ..protocol import Naming, PromptSpec, RolloutCall
 from ..replies import error_reply, reply, take
@@ -47,10 +47,6 @@ ABORT_FIELDS = (
 )
 MEMORY_FIELDS = (Field("tags", names(*MEMORY_TAGS, *NO_OP_TAGS), "which memory; left out or empty: all. cuda_graph: there is none"),)
 FLUSH_QUERY = (Field("timeout", seconds, "seconds to wait for requests to end"), Field("timeout_s", seconds, "the same"))
-VERSION_FIELDS = (
-    Field("new_version", string, "what the weights that are served are called from now on", required=True),
-    Field("abort_all_requests", boolean, "end every request first", True),
-)
 POST_PROCESS_FIELDS = (
     Field("restore_weights_before_load", boolean, "accepted: parameters are always loadable"),
     Field("post_process_quantization", boolean, "accepted: nothing is quantised"),
@@ -215,17 +211,6 @@ async def resume_memory_occupation(request: Request, state: SglangState) -> Mess
     return f"resumed: {', '.join(tags)}{absent}{'; still released: ' + ', '.join(report['asleep']) if report['asleep'] else ''}"
 
 
-@controlled("/update_weight_version", takes="SglangVersion")
-async def update_weight_version(request: Request, state: SglangState) -> Message:
-    """Call the weights that are served otherwise. The number that counts them stays."""
-    got = await fields(request, VERSION_FIELDS)
-    if got.get("abort_all_requests", True):
-        await control.abort(service_of(request), "all", True, "weight version updated")
-    async with state.turn():
-        state.call_version((await state.state())["weights"]["version"], got["new_version"])
-    return f"weight version updated to {got['new_version']}", {"new_version": got["new_version"]}
-
-
 @controlled("/post_process_weights", takes="SglangPostProcess")
 async def post_process_weights(request: Request, state: SglangState) -> Message:
     """Accepted from clients that know quantised engines: here is nothing to restore or to repack."""
@@ -280,7 +265,7 @@ async def get_weight_version(request: Request) -> Response:
     return reply(request, {"weight_version": await _current(state_of(request))})
 
 
-@_asks("/server_info", "/get_server_info")
+@_asks("/get_server_info")
 async def server_info(request: Request) -> Response:
     """Settings and load, where SGLang's have them."""
     service = service_of(request)

@@ -11,7 +11,6 @@ from .sglang_control import (
     MEMORY_FIELDS,
     PAUSE_FIELDS,
     POST_PROCESS_FIELDS,
-    VERSION_FIELDS,
 )
 from .sglang_protocol import GENERATE_FIELDS, SAMPLING_FIELDS
 
@@ -59,7 +58,6 @@ COMPONENTS: dict[str, Schema] = {
     "SglangContinue": object_schema(CONTINUE_FIELDS),
     "SglangAbort": object_schema(ABORT_FIELDS),
     "SglangMemory": object_schema(MEMORY_FIELDS),
-    "SglangVersion": object_schema(VERSION_FIELDS),
     "SglangPostProcess": object_schema(POST_PROCESS_FIELDS),
     "SglangDone": reply_schema(
         "What was done.",
@@ -67,7 +65,6 @@ COMPONENTS: dict[str, Schema] = {
         Item("message", STRING),
         Item("status", STRING, "ok, of pause and continue", always=False),
         Item("rids", array(STRING), "of /abort_request: those ended", always=False),
-        Item("new_version", STRING, "of /update_weight_version", always=False),
     ),
     "SglangFailure": reply_schema(
         "What could not be done.", Item("success", BOOLEAN, "false"), Item("message", STRING), Item("error", ERROR, "by kind and field")

@@ -17,10 +17,10 @@ from fastapi import Request
 
 from ...errors import IllegalState, RollsyncError
 from ..rollouts import RolloutService
+from .version_names import VersionNames, names_of
 
 OWNER = "sglang"
 """of leases and updates"""
-REMEMBERED_TEXTS = 1024
 COMMIT_S = 600.0
 """how long the engine may take for a commit, which waits for the step at hand"""
 
@@ -40,10 +40,10 @@ class Session:
 class SglangState:
     """One server's. Calls that change weights take turns (`turn`)."""
 
-    def __init__(self, service: RolloutService) -> None:
+    def __init__(self, service: RolloutService, names: VersionNames) -> None:
         self._engine = service.engine
         self._turn = asyncio.Lock()
-        self._texts: dict[int, str] = {}
+        self._names = names
         self._failed = False
         """a bucket was lost since generation last went on: what is committed next must be whole"""
         self.session: Session | None = None
@@ -59,15 +59,11 @@ class SglangState:
 
     def version_text(self, version: int) -> str:
         """What a version was called by who brought it; else its number."""
-        return self._texts.get(version, str(version))
+        return self._names.text(version)
 
     def call_version(self, version: int, text: str | None) -> None:
         """Remember what a version is called; None takes back what it was called before."""
-        self._texts.pop(version, None)
-        if text is not None:
-            self._texts[version] = text
-        for old in list(self._texts)[:-REMEMBERED_TEXTS]:
-            del self._texts[old]
+        self._names.call(version, text)
 
     async def state(self) -> dict[str, Any]:
         """The engine's own words about itself."""
@@ -186,7 +182,7 @@ def state_of(request: Request) -> SglangState:
     """The server's, made when it is first asked for."""
     kept = request.app.state
     if not hasattr(kept, "sglang"):
-        kept.sglang = SglangState(kept.service)
+        kept.sglang = SglangState(kept.service, names_of(request))
     found: SglangState = kept.sglang
     return found
 
