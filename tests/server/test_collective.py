@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_the_servers_own_words_win_over_a_transfer_that_fails(server: Any, check
     transport = Broadcast(timeout_s=30)
     with (
         WeightSender(server.url, Ended(load_file(checkpoint)), transport=transport, bucket_bytes=3000) as sender,
-        pytest.raises(UpdateError, match="an operator says no|is not open"),
+        pytest.raises(UpdateError, match=r"an operator says no|is not open"),
     ):
         sender.sync()
     assert time.monotonic() - began < 15
@@ -160,7 +161,7 @@ def test_a_server_that_dies_is_an_error_in_time_and_the_next_one_gets_a_group(se
         transport = Broadcast(timeout_s=10)
         began = time.monotonic()
         with WeightSender(doomed.url, Killing(load_file(checkpoint)), transport=transport, bucket_bytes=3000) as sender:
-            with pytest.raises(UpdateError, match=doomed.url):
+            with pytest.raises(UpdateError, match=re.escape(doomed.url)):
                 sender.sync()
             assert time.monotonic() - began < 20
     with sender_of(server.url, checkpoint) as sender:
