@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import http.client
+import struct
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgpack  # type: ignore[import-untyped]
@@ -23,7 +26,17 @@ class UpdateControl(Protocol):
 
     address: str
 
-    def open(self, body: Mapping[str, Any]) -> dict[str, Any]: ...
+    def require(self, capabilities: Iterable[str]) -> None:
+        """UpdateError naming those that the engine's server lacks."""
+
+    def open(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin an update, and hold it: if this process ends before the commit, so does the update."""
+
+    def hold(self, update_id: str) -> None:
+        """Hold an update that another rank opened."""
+
+    def release(self, update_id: str) -> None:
+        """Hold it no more; before the commit, that aborts it."""
 
     def chunk(self, update_id: str, sender: int, sequence: int, data: Any = None, **where: Any) -> dict[str, Any]:
         """Hand over a bucket: its bytes, or (`where`) what the transport says about where they lie."""
@@ -43,7 +56,7 @@ class UpdateControl(Protocol):
 
 
 class HttpControl:
-    """The weight routes of one server over a kept connection. Not for use by two threads at once.
+    """The weight routes of one server over a kept connection, and one more for an update it holds. Not for use by two threads at once.
 
     Args:
         url: e.g. "http://127.0.0.1:8000".
@@ -58,11 +71,23 @@ class HttpControl:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self.address = url.rstrip("/")
         self._prefix = parts.path.rstrip("/")
-        self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+        self._connect: Callable[[], http.client.HTTPConnection] = functools.partial(kind, parts.hostname, parts.port, timeout=timeout_s)
+        self._connection = self._connect()
+        self._held: dict[str, tuple[http.client.HTTPConnection, http.client.HTTPResponse]] = {}
+        self._capabilities: frozenset[str] | None = None
         self._headers = {"Accept": "application/msgpack", **({"Authorization": f"Bearer {token}"} if token else {})}
 
     def close(self) -> None:
+        for update_id in list(self._held):
+            self.release(update_id)
         self._connection.close()
+
+    def require(self, capabilities: Iterable[str]) -> None:
+        if self._capabilities is None:
+            told = self.call("GET", "/version")
+            self._capabilities = frozenset(told.get("capabilities", ()) if isinstance(told, dict) else ())
+        if lacking := sorted(set(capabilities) - self._capabilities):
+            raise UpdateError(f"{self.address} lacks {', '.join(lacking)}: install the same rollsync on both sides, or choose another way")
 
     def call(self, method: str, path: str, body: Any = None, content_type: str = "application/msgpack") -> Any:
         """One call; the decoded reply. Raises UpdateError with the server's words."""
@@ -81,19 +106,49 @@ class HttpControl:
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+        return self._value(response.status, raw)
+
+    def _value(self, status: int, raw: bytes) -> Any:
+        """A decoded reply; UpdateError for a refusal."""
         try:
             value = msgpack.unpackb(raw)
         except ValueError:
             value = {"error": {"code": "http", "message": raw[:200].decode(errors="replace")}}
-        if response.status >= 400:
+        if status >= 400:
             told = value.get("error", {}) if isinstance(value, dict) else {}
-            words = f"{self.address} answered {response.status}: {told.get('message', value)}"
-            raise UpdateError(words, status=response.status, code=told.get("code"))
+            told = told if isinstance(told, dict) else {"message": told}
+            words = f"{self.address} answered {status}: {told.get('message', value)}"
+            raise UpdateError(words, status=status, code=told.get("code"))
         return value
 
     def open(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        reply: dict[str, Any] = self.call("POST", "/v1/weights/updates", msgpack.packb(body))
-        return reply
+        return self._hold("POST", "/v1/weights/updates", msgpack.packb({**body, "hold": True}))
+
+    def hold(self, update_id: str) -> None:
+        self._hold("GET", f"/v1/weights/updates/{update_id}/hold")
+
+    def _hold(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
+        """A call whose reply is a stream: its first event. The connection is kept until `release`, or this process ends."""
+        connection = self._connect()
+        try:
+            connection.request(method, self._prefix + path, body, {**self._headers, "Content-Type": "application/msgpack"})
+            response = connection.getresponse()
+            if response.status >= 400:
+                self._value(response.status, response.read())
+            first: dict[str, Any] = msgpack.unpackb(response.read(*struct.unpack("<I", response.read(4))))
+        except (OSError, http.client.HTTPException, struct.error, ValueError) as error:
+            connection.close()
+            raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+        except UpdateError:
+            connection.close()
+            raise
+        self._held[first["id"]] = (connection, response)
+        return first
+
+    def release(self, update_id: str) -> None:
+        for held in self._held.pop(update_id, ()):
+            with contextlib.suppress(OSError):
+                held.close()
 
     def chunk(self, update_id: str, sender: int, sequence: int, data: Any = None, **where: Any) -> dict[str, Any]:
         path = f"/v1/weights/updates/{update_id}/chunks"
@@ -107,6 +162,7 @@ class HttpControl:
     def commit(self, update_id: str, digests: Mapping[str, int] | None) -> dict[str, Any]:
         shown = None if digests is None else {name: f"{value:016x}" for name, value in digests.items()}
         reply: dict[str, Any] = self.call("POST", f"/v1/weights/updates/{update_id}/commit", msgpack.packb({"digests": shown}))
+        self.release(update_id)
         return reply
 
     def bind_group(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,5 +179,8 @@ class HttpControl:
         return reply
 
     def abort(self, update_id: str, reason: str) -> dict[str, Any]:
-        reply: dict[str, Any] = self.call("POST", f"/v1/weights/updates/{update_id}/abort", msgpack.packb({"reason": reason}))
+        try:
+            reply: dict[str, Any] = self.call("POST", f"/v1/weights/updates/{update_id}/abort", msgpack.packb({"reason": reason}))
+        finally:
+            self.release(update_id)
         return reply

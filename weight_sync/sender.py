@@ -136,9 +136,10 @@ class WeightSender:
         manifest = self._agree()
         buckets = manifest.buckets_of(self._ranks.rank)
         self._transport.prepare(max((b.nbytes for b in buckets), default=1))
-        self._together("connect", lambda: self._each(lambda engine: self._transport.connect(engine, self._ranks.rank)))
+        options = {**self._options, **options}
+        self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)))
         offers = self._ranks.gather(self._transport.offer())
-        ids = self._together("open", lambda: self._open(manifest, offers, {**self._options, **options}, version), lead=True)
+        ids = self._together("open", lambda: self._open(manifest, offers, options, version), lead=True)
         opened = time.perf_counter()
         try:
             parts = self._together("send", lambda: self._send(manifest, buckets, ids))
@@ -150,6 +151,9 @@ class WeightSender:
             if self._ranks.rank == 0:
                 self._abandon(ids, str(error))
             raise
+        finally:
+            for engine in self._engines:
+                engine.release(ids[engine.address])
         done = time.perf_counter()
         return SyncReport(
             version=replies[self._engines[0].address]["version"],
@@ -195,6 +199,12 @@ class WeightSender:
                 raise error
         return {address: f.result() for address, f in futures.items()}
 
+    def _meet(self, engine: UpdateControl, options: dict[str, Any]) -> None:
+        """Make sure that the engine can what this sender will ask, and connect to it."""
+        apply = [f"weights.apply.{options['apply']}"] if "apply" in options else []
+        engine.require(["weights.updates.hold", f"weights.transport.{self._transport.name}", *apply])
+        self._transport.connect(engine, self._ranks.rank)
+
     def _open(self, manifest: Manifest, offers: list[Any], options: dict[str, Any], version: int | None) -> dict[str, str]:
         transport = {"name": self._transport.name, "offers": offers}
         body = {"manifest": manifest.to_wire(), "version": version, "transport": transport, **options}
@@ -212,6 +222,8 @@ class WeightSender:
 
     def _send(self, manifest: Manifest, buckets: Sequence[Bucket], ids: dict[str, str]) -> dict[str, int]:
         """Pack and hand over this rank's buckets; digest parts by name."""
+        if self._ranks.rank > 0:  # rank 0 holds what it opened: whichever rank dies, no engine waits for it
+            self._each(lambda engine: engine.hold(ids[engine.address]))
         parts: dict[str, int] = {}
         flying: list[list[Future[None]]] = [[] for _ in range(self._transport.num_buffers)]
         pieces = self._pieces(manifest, buckets)

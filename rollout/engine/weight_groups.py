@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from ...weight_sync.transports.collective import DEFAULT_TIMEOUT_S
-from ...weight_sync.transports.rendezvous import GroupError
+from ...weight_sync.names import DEFAULT_TIMEOUT_S, GroupError
 from ..errors import BadRequest, IllegalState
 
 Value = TypeVar("Value")

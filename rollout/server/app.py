@@ -137,7 +137,7 @@ async def health_ready(request: Request) -> Response:
 @router.get("/version", openapi_extra=route("Health", "open", gives="Version"))
 async def version(request: Request) -> Response:
     """Version, protocol version and capabilities."""
-    return reply(request, control.version(_service(request), request.app.version))
+    return reply(request, control.version(_service(request), request.app.version, routes()))
 
 
 @router.get("/metrics", openapi_extra=route("Health", "traffic", gives={"type": "string"}, kinds=("text/plain",)))

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
+
+from ...weight_sync.names import TRANSPORTS
+from ..engine.control import APPLY, KV_POLICIES, MODES
 from ..engine.process import memory_bytes
 from ..errors import NotReady
 from ..wire import PROTOCOL_VERSION
@@ -38,9 +43,27 @@ CAPABILITIES = (
     "openai.completions",
     "openai.chat",
     "openai.token_ids",
-    "engine.abort",
-    "engine.status",
+    *(f"weights.transport.{name}" for name in TRANSPORTS),
+    *(f"weights.apply.{name}" for name in APPLY),
+    *(f"weights.mode.{name}" for name in MODES),
+    *(f"weights.kv_policy.{name}" for name in KV_POLICIES),
 )
+"""what bodies may ask for"""
+DIALECTS = {"vLLM": "dialect.vllm", "SGLang": "dialect.sglang"}
+"""by the tag of their routes"""
+
+
+def capabilities(routes: Iterable[BaseRoute]) -> list[str]:
+    """Names of what this server can do: CAPABILITIES, its verbs (of "POST /v1/engine/pause", engine.pause) and its dialects."""
+    found = set(CAPABILITIES)
+    for route in routes:
+        if isinstance(route, APIRoute):
+            found |= {DIALECTS[tag] for tag in (route.openapi_extra or {}).get("tags", ()) if tag in DIALECTS}
+            parts = [part for part in route.path.split("/")[2:] if not part.startswith("{")]
+            if route.path.startswith(("/v1/engine/", "/v1/weights")):
+                found.add(".".join(parts))
+    return sorted(found)
+
 
 
 def live(service: RolloutService) -> tuple[dict[str, Any], int]:
@@ -78,11 +101,11 @@ def state(service: RolloutService) -> dict[str, Any]:
     return found
 
 
-def version(service: RolloutService, package_version: str) -> dict[str, Any]:
+def version(service: RolloutService, package_version: str, routes: Iterable[BaseRoute]) -> dict[str, Any]:
     return {
         "version": package_version,
         "protocol_version": PROTOCOL_VERSION,
-        "capabilities": list(CAPABILITIES),
+        "capabilities": capabilities(routes),
         "model": service.model,
         "fingerprint": service.fingerprint,
     }

@@ -135,6 +135,7 @@ class EngineProcess:
         self._numbers = 0
         self._stopping = False
         self._ready = asyncio.Event()
+        self._published = asyncio.Event()
         self._last_words: collections.deque[str] = collections.deque(maxlen=12)
         self._tasks: list[asyncio.Task[None]] = []
         self._process: asyncio.subprocess.Process | None = None
@@ -208,6 +209,11 @@ class EngineProcess:
         if self.dead is not None:
             raise self.lost()
         return self.snapshot.info
+
+    async def published(self, timeout_s: float) -> None:
+        """Return once the engine has published its state anew, or has ended, or after that time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._published.wait(), timeout_s)
 
     def share(self, params: SamplingParams) -> int:
         """Tell the engine of params that several requests have in common, under the key returned, until `unshare`."""
@@ -371,6 +377,11 @@ class EngineProcess:
 
     def _got_stats(self, stats: dict[str, Any]) -> None:
         self.snapshot.stats, self.snapshot.stats_at = stats, time.monotonic()
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        self._published.set()
+        self._published = asyncio.Event()
 
     def _got_beat(self, phase: str, age_s: float, steps: int, memory: dict[str, int], update: dict[str, Any] | None) -> None:
         self._folder = None  # the child removed it
@@ -421,6 +432,7 @@ class EngineProcess:
         if self.dead is None:
             self.dead = words
         self._ready.set()
+        self._wake_watchers()
         self._fail_waiters(self.lost())
 
     def _fail_waiters(self, error: RollsyncError) -> None:

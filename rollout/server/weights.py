@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
 from ..errors import BadRequest
-from . import control
+from . import control, hold
 from .audit import note
 from .checks import Field, boolean, choice, integer, mapping, names, nullable, object_schema, read, seconds, string
 from .replies import body_of, reply, take
@@ -35,6 +35,7 @@ OPEN_FIELDS = (
     Field("deadline_s", seconds, f"after this the update is dropped; default {DEFAULT_UPDATE_S:g}"),
     Field("refuse_nonfinite", boolean, "whether NaN or infinity refuses the commit; default true"),
     Field("force", boolean, "allow a version below the current one"),
+    Field("hold", boolean, "the reply is a stream, and the update is aborted if its connection drops; default false"),
 )
 CHUNK_FIELDS = (
     Field("sender", integer(0, 1 << 31), "rank that sends"),
@@ -68,15 +69,33 @@ async def _fields(request: Request, table: tuple[Field, ...]) -> dict[str, Any]:
     return await take(request, lambda body: read(body, table, ""), empty={})
 
 
-@router.post("/v1/weights/updates", openapi_extra=route("Weights", "control", takes="OpenUpdate", gives="Update", errors=(409, 422)))
+@router.post(
+    "/v1/weights/updates",
+    openapi_extra=route("Weights", "control", takes="OpenUpdate", gives="Update", events="UpdateEvent", errors=(409, 422)),
+)
 async def open_update(request: Request) -> Response:
-    """Begin a weight update. 422 lists every tensor that does not fit; nothing that is served changes before the commit."""
+    """Begin a weight update. 422 lists every tensor that does not fit; nothing that is served changes before the commit.
+
+    With "hold" the reply is a stream that lasts as long as the update: its first event is the reply, its last says how it ended. If the
+    connection drops before the commit, the update is aborted at once. Without, a caller that dies leaves it open until its deadline.
+    """
     got = await _fields(request, OPEN_FIELDS)
+    held = got.pop("hold", False)
     if "manifest" not in got:
         raise BadRequest("manifest is missing: name the tensors", field="manifest")
-    opened = await _service(request).engine.command("open_update", **got)
+    service = _service(request)
+    opened = await hold.opened(request, service, got)
     note(request, {"update": opened["id"], "version": opened["version"]})
-    return reply(request, opened)
+    return hold.hold(request, service, opened) if held else reply(request, opened)
+
+
+@router.get(
+    "/v1/weights/updates/{update_id}/hold", openapi_extra=route("Weights", "control", gives="Update", events="UpdateEvent", errors=(404,))
+)
+async def hold_update(request: Request, update_id: str) -> Response:
+    """Tie an update to this connection too, for a trainer's other ranks: a stream as that of an open call with "hold"."""
+    service = _service(request)
+    return hold.hold(request, service, await control.update_status(service, update_id))
 
 
 @router.get("/v1/weights/updates/{update_id}", openapi_extra=route("Weights", "control", gives="Update", errors=(404,)))
@@ -217,6 +236,7 @@ _UPDATE = reply_schema(
     Item("seconds", NUMBER, "once committed: since it was opened", always=False),
     Item("changed", BOOLEAN, "false for a call that found its work done", always=False),
 )
+_HELD_EVENTS = ("open", "committed", "aborted", "error")
 _STATE = reply_schema(
     "Three facts, never inferred from each other.",
     *FACTS,
@@ -244,6 +264,7 @@ COMPONENTS = {
     "Nothing": object_schema(()),
     "CacheReset": reply_schema("", Item("changed", BOOLEAN), Item("blocks", COUNT, "blocks forgotten; those in use go on being used")),
     "Update": _UPDATE,
+    "UpdateEvent": {**_UPDATE, "properties": {**_UPDATE["properties"], "event": {"type": "string", "enum": list(_HELD_EVENTS)}}},
     "State": _STATE,
     "Compare": object_schema(DIGEST_FIELDS),
     "Digests": reply_schema(

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..control import UpdateControl, UpdateError
 from ..manifest import Bucket
+from ..names import DEFAULT_TIMEOUT_S, GroupError
 from .base import Transport
-from .collective import DEFAULT_TIMEOUT_S, Group, Operation, form
-from .rendezvous import GroupError, Store
+from .collective import Group, Operation, form
+from .rendezvous import Store
 
 
 class Broadcast(Transport):

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..names import BACKENDS, LAYOUTS
-from .rendezvous import GroupError, Store, meet, words
+from ..names import BACKENDS, DEFAULT_TIMEOUT_S, LAYOUTS, GroupError
+from .rendezvous import Store, meet, words
 
-DEFAULT_TIMEOUT_S = 60.0
 CUT_TAG = 0x7FFFFF
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..manifest import Bucket, ChunkError
-from .collective import DEFAULT_TIMEOUT_S, Group, form
-from .rendezvous import GroupError, Store
+from ..names import DEFAULT_TIMEOUT_S, GroupError
+from .collective import Group, form
+from .rendezvous import Store
 
 MAX_GROUPS = 64
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..manifest import Bucket
+from ..names import TRANSPORTS
 from .groups import CollectiveLink, Groups
 from .ipc import MappedBuffers, host_device
 
@@ -96,7 +97,7 @@ def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[in
         return IpcLink(transport.get("offers"))
     if name == "collective" and groups is not None and bucket is not None:
         return CollectiveLink([groups.get(group) for group in _group_names(transport)], bucket)
-    raise LinkError(f"transport.name must be one of http, ipc, collective, got {name!r}")
+    raise LinkError(f"transport.name must be one of {', '.join(TRANSPORTS)}, got {name!r}")
 
 
 def _group_names(transport: Mapping[str, Any]) -> list[str]:

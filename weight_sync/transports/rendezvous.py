@@ -17,20 +17,13 @@ from typing import Any
 
 import torch.distributed
 
+from ..names import GroupError
+
 dist: Any = torch.distributed
 
 POLL_S = 0.01
 VLLM_ID_KEY = "broadcast_from/0/0"
 """where vLLM's trainer puts its NCCL id"""
-
-
-class GroupError(ValueError):
-    """A group could not be formed, or an operation on it failed. The message names phase, host, port, peer, bucket and seconds."""
-
-    def __init__(self, phase: str, name: str, host: str, port: int, cause: str, *, peer: str = "", what: str = "", elapsed_s: float = 0.0):
-        peer, what = f" with {peer}" if peer else "", f" ({what})" if what else ""
-        super().__init__(f"{phase} of group {name!r} at {host}:{port}{peer}{what} failed after {elapsed_s:.1f} s: {cause}")
-        self.phase, self.cause = phase, cause
 
 
 def words(error: BaseException) -> str:
