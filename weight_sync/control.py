@@ -43,6 +43,9 @@ class UpdateControl(Protocol):
 
     def commit(self, update_id: str, digests: Mapping[str, int] | None) -> dict[str, Any]: ...
 
+    def status(self, update_id: str) -> dict[str, Any]:
+        """How far an update is: its state, and while it is open "missing_chunks"."""
+
     def abort(self, update_id: str, reason: str) -> dict[str, Any]: ...
 
     def bind_group(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,6 +179,10 @@ class HttpControl:
 
     def groups(self) -> dict[str, Any]:
         reply: dict[str, Any] = self.call("GET", "/v1/weights/groups")["groups"]
+        return reply
+
+    def status(self, update_id: str) -> dict[str, Any]:
+        reply: dict[str, Any] = self.call("GET", f"/v1/weights/updates/{update_id}")
         return reply
 
     def abort(self, update_id: str, reason: str) -> dict[str, Any]:

@@ -6,11 +6,12 @@ report or raise the same error.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,46 +19,17 @@ from torch import Tensor
 from .boxes import Box
 from .control import HttpControl, UpdateControl, UpdateError
 from .digest import box_digest, combine
-from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, TensorEntry, TensorSlice, plan
+from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, plan
+from .ranks import Alone, Ranks, agree, together
+from .ranks import DistRanks as DistRanks
 from .receiver import TORCH_DTYPES
-from .sources import TensorMeta, WeightSource
+from .sources import WeightSource
 from .transports.base import HttpTransport, Transport
 from .transports.broadcast import Broadcast
+from .transports.disk import DiskTransport
 from .transports.ipc import SharedBuffers
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers, "collective": Broadcast}
-
-
-class Ranks(Protocol):
-    """The trainer's ranks, as far as a sender needs them. `torch.distributed` behind `DistRanks`; alone by default."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-
-
-class Alone:
-    rank, size = 0, 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-class DistRanks:
-    """Ranks of an initialised torch.distributed group; `group` must be able to carry objects (gloo)."""
-
-    def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
-        self._dist, self._group = dist, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        self._dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 def _typed(buffer: memoryview | Tensor, dtype: torch.dtype, start: int, count: int) -> Tensor:
@@ -85,11 +57,12 @@ class WeightSender:
     Args:
         engines: URLs, or objects with the calls of `UpdateControl`.
         source: this rank's weights.
-        transport: "ipc" (same host), "collective" (gloo, NCCL), "http", or an object.
+        transport: "ipc" (same host), "collective" (gloo, NCCL), "http", "disk" (with `folder`, see `DiskTransport`), or an object.
         bucket_bytes: size of one message; a rank holds two.
         token: bearer token of the control routes.
         options: passed to every open: mode, apply, kv_policy, deadline_s, refuse_nonfinite, ...
         digest: digest of a box; a faster one than plain torch may be given.
+        folder: where "disk" writes: a folder that engines see under the same name.
     """
 
     def __init__(
@@ -97,16 +70,21 @@ class WeightSender:
         engines: str | Sequence[str | UpdateControl],
         source: WeightSource,
         *,
-        transport: str | Transport = "ipc",
+        transport: str | Transport | DiskTransport = "ipc",
         ranks: Ranks | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         token: str | None = None,
         timeout_s: float = 60.0,
         digest: Callable[[Tensor, Box, tuple[int, ...]], int] = box_digest,
+        folder: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        if (folder is not None) != (transport == "disk"):
+            raise ValueError(f"folder must be given with transport disk, and only then; got {folder!r} with {transport!r}")
+        self._disk = transport if isinstance(transport, DiskTransport) else DiskTransport(folder) if folder is not None else None
+        transport = HttpTransport() if self._disk is not None or isinstance(transport, DiskTransport) else transport  # then idle
         if isinstance(transport, str) and transport not in TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, disk, got {transport!r}")
         given = [engines] if isinstance(engines, str) else list(engines)
         self._engines = [HttpControl(e, token, timeout_s) if isinstance(e, str) else e for e in given]
         self._source, self._ranks = source, ranks or Alone()
@@ -133,13 +111,17 @@ class WeightSender:
             UpdateError: on every rank alike; engines that had not committed keep their old weights.
         """
         began = time.perf_counter()
+        if self._disk is not None:
+            return self._sync_folder(self._disk, version, {**self._options, **options}, began)
         manifest = self._agree()
         buckets = manifest.buckets_of(self._ranks.rank)
         self._transport.prepare(max((b.nbytes for b in buckets), default=1))
         options = {**self._options, **options}
         self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)))
         offers = self._ranks.gather(self._transport.offer())
-        ids = self._together("open", lambda: self._open(manifest, offers, options, version), lead=True)
+        told = {"name": self._transport.name, "offers": offers}
+        body = {"manifest": manifest.to_wire(), "version": version, "transport": told, **options}
+        ids = self._together("open", lambda: self._open(body), lead=True)
         opened = time.perf_counter()
         try:
             parts = self._together("send", lambda: self._send(manifest, buckets, ids))
@@ -162,33 +144,40 @@ class WeightSender:
             engines=replies,
         )
 
+    def _sync_folder(self, disk: DiskTransport, version: int | None, options: dict[str, Any], began: float) -> SyncReport:
+        """Write once, and have every engine read that."""
+        self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)), lead=True)
+        written = disk.write(self._source, self._ranks, version, self._digest)
+        wrote = time.perf_counter()
+        body = {"version": version, "transport": disk.told(written), **options}
+        ids: dict[str, str] = {}
+        try:
+            ids = self._together("open", lambda: self._open(body), lead=True)
+            opened = time.perf_counter()
+            self._together("read", lambda: self._each(lambda engine: _until_read(engine, ids[engine.address])), lead=True)
+            read = time.perf_counter()
+            replies = self._together("commit", lambda: self._commit(ids, None), lead=True)
+        except UpdateError as error:
+            if self._ranks.rank == 0:
+                self._abandon(ids, str(error))
+                disk.remove(written)
+            raise
+        finally:
+            for engine in self._engines:
+                engine.release(ids.get(engine.address, ""))
+        done = time.perf_counter()
+        if self._ranks.rank == 0:
+            disk.tidy(written)
+        reply = replies[self._engines[0].address]
+        seconds = {"write": wrote - began, "open": opened - wrote, "read": read - opened, "commit": done - read, "total": done - began}
+        return SyncReport(version=reply["version"], nbytes=reply["bytes"], seconds=seconds, engines=replies)
+
     def _agree(self) -> Manifest:
         """One manifest out of what every rank holds."""
-        per_rank: list[list[TensorMeta]] = self._ranks.gather(self._source.metadata())
-        first = per_rank[0]
-        for rank, metas in enumerate(per_rank):
-            if [(m.name, m.dtype, m.shape) for m in metas] != [(m.name, m.dtype, m.shape) for m in first]:
-                raise UpdateError(f"trainer ranks 0 and {rank} name different tensors: a source must list the same on every rank")
-        entries = []
-        for i, meta in enumerate(first):
-            slices = tuple(TensorSlice(rank, box) for rank, metas in enumerate(per_rank) for box in metas[i].boxes)
-            entries.append(TensorEntry(meta.name, meta.dtype, meta.shape, slices))
-        return plan(entries, self._bucket_bytes)
+        return plan(agree(self._ranks, self._source), self._bucket_bytes)
 
     def _together(self, phase: str, work: Callable[[], Any], lead: bool = False) -> Any:
-        """Run `work` on every rank (`lead`: on rank 0); all raise if one failed. Every rank's value, or the leader's."""
-        outcome: tuple[bool, Any] = (True, None)
-        if not lead or self._ranks.rank == 0:
-            try:
-                outcome = (True, work())
-            except Exception as error:  # reported on every rank below
-                outcome = (False, f"{error}" if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}")
-        outcomes = self._ranks.gather(outcome)
-        for rank, (ok, value) in enumerate(outcomes):
-            if not ok:
-                where = f" on trainer rank {rank}" if self._ranks.size > 1 else ""
-                raise UpdateError(f"weight update failed in {phase}{where}: {value}")
-        return outcomes[0][1] if lead else [value for _, value in outcomes]
+        return together(self._ranks, phase, work, lead)
 
     def _each(self, call: Callable[[UpdateControl], Any]) -> dict[str, Any]:
         """`call` on every engine at once; raises the first error once all have answered."""
@@ -202,12 +191,10 @@ class WeightSender:
     def _meet(self, engine: UpdateControl, options: dict[str, Any]) -> None:
         """Make sure that the engine can what this sender will ask, and connect to it."""
         apply = [f"weights.apply.{options['apply']}"] if "apply" in options else []
-        engine.require(["weights.updates.hold", f"weights.transport.{self._transport.name}", *apply])
+        engine.require(["weights.updates.hold", f"weights.transport.{(self._disk or self._transport).name}", *apply])
         self._transport.connect(engine, self._ranks.rank)
 
-    def _open(self, manifest: Manifest, offers: list[Any], options: dict[str, Any], version: int | None) -> dict[str, str]:
-        transport = {"name": self._transport.name, "offers": offers}
-        body = {"manifest": manifest.to_wire(), "version": version, "transport": transport, **options}
+    def _open(self, body: dict[str, Any]) -> dict[str, str]:
         opened: dict[str, str] = {}
 
         def open_one(engine: UpdateControl) -> None:
@@ -268,7 +255,7 @@ class WeightSender:
         if at < len(wanted):
             raise UpdateError(f"the source ended before {manifest.tensors[wanted[at].tensor].name}")
 
-    def _commit(self, ids: dict[str, str], digests: dict[str, int]) -> dict[str, Any]:
+    def _commit(self, ids: dict[str, str], digests: dict[str, int] | None) -> dict[str, Any]:
         return self._each(lambda engine: engine.commit(ids[engine.address], digests))
 
     def _abandon(self, ids: dict[str, str], reason: str) -> None:
@@ -281,3 +268,13 @@ class WeightSender:
         futures = [self._lanes[engine.address].submit(abort, engine) for engine in self._engines]
         for future in futures:
             future.exception()
+
+
+def _until_read(engine: UpdateControl, update_id: str) -> None:
+    """Wait until an engine has read its folder. It ends the update itself if that goes wrong, or at the update's deadline."""
+    wait_s = 0.005
+    while (status := engine.status(update_id))["state"] == "open" and status.get("missing_chunks", 1):
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 0.2)
+    if status["state"] != "open":
+        raise UpdateError(f"{engine.address}: the update was {status['state']}: {status['reason']}")

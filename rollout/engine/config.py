@@ -97,6 +97,8 @@ class EngineConfig:
     """bfloat16 or float32; default: the checkpoint's, float16 read as bfloat16"""
     max_model_len: int | None = None
     """tokens of prompt and output together; default: the model's context, or what the KV pool holds if that is less"""
+    weights_root: str | None = None
+    """the folder that weight updates may be loaded from (transport disk), with all below it; default: none"""
     sample_padding: bool = False
     """let ids be sampled that the tokenizer does not know: rows that pad the embedding to a round size"""
     seed: int | None = None
@@ -114,6 +116,8 @@ class EngineConfig:
             raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.weights_root is not None and not os.path.isdir(self.weights_root):
+            raise ConfigError(f"weights_root must be a folder that exists, got {self.weights_root!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
+from .folder_update import FolderUpdate
 from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, UPDATE_OWNER, Lifecycle, check_choice
 from .types import SampleOutput
 from .weight_groups import GroupCalls
@@ -52,6 +53,8 @@ class Update:
     expires_at: float
     deadline_s: float
     refuse_nonfinite: bool
+    expected: Mapping[str, int] | None = None
+    """digests by name known at open; a commit that brings its own has the last word"""
     state: str = "open"
     """open, committed or aborted"""
     phase: str = "receiving"
@@ -100,6 +103,10 @@ class Control:
         """Whether a step may run: also under a pause, if all who asked for it wait for running requests."""
         why = self.lifecycle.why_not_running()
         return why is None or (self.lifecycle.usable and self.lifecycle.leases.keys() <= self._drains.keys())
+
+    @property
+    def weights_root(self) -> str | None:
+        return self._engine.config.weights_root
 
     def status(self) -> dict[str, Any]:
         """The three facts, and the update that is open."""
@@ -275,6 +282,7 @@ class Control:
         refuse_nonfinite: bool = True,
         force: bool = False,
         transport: Mapping[str, Any] | None = None,
+        expected: Mapping[str, int] | None = None,
     ) -> Update:
         """Begin a transaction. Nothing that is served changes before the commit (`staged`).
 
@@ -284,6 +292,7 @@ class Control:
             version: of the new weights; None takes the current one plus 1. Not below the current one, unless `force`.
             base_version: what a partial update builds on; refused on any other.
             apply: staged or in_place; None takes what the engine was started with.
+            expected: digests by name, for a commit that brings none.
 
         Raises:
             BadRequest, IllegalState; UpdateRefused: tensors do not fit, all of them listed.
@@ -323,6 +332,7 @@ class Control:
             expires_at=now + deadline_s,
             deadline_s=deadline_s,
             refuse_nonfinite=refuse_nonfinite,
+            expected=expected,
             opened_at=now,
         )
         self.updates[update_id] = update
@@ -336,6 +346,25 @@ class Control:
         """End an update whose sender is gone, so that the next one need not wait for its deadline."""
         if self.lifecycle.update is not None and (why := self._engine.runner.updates.lost()):
             self.abort_update(self.lifecycle.update, why)
+
+    def load_folder(self, folder: str, **options: Any) -> dict[str, Any]:
+        """An update from a checkpoint folder below `weights_root`, from open to commit, on the engine's own thread.
+
+        Args:
+            options: those of `open_update` but manifest and transport; bucket_bytes: how much is read at once.
+
+        Raises:
+            BadRequest, IllegalState; UpdateRefused: all that is wrong with the folder, or with what was read.
+        """
+
+        def call(verb: str, **args: Any) -> Any:
+            found = getattr(self, verb)(**args)
+            return found.status() if isinstance(found, Update) else found
+
+        update = FolderUpdate(self, call, self.weights_root)
+        update.open(folder, **options)
+        update.read()
+        return update.commit()
 
     def _check_base(self, version: int, base_version: int | None, mode: str | None, force: bool) -> None:
         """What the weights that are served say to an update of this version."""
@@ -421,7 +450,7 @@ class Control:
             return {**update.status(), "changed": False}
         if update.state != "open":
             raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): open a new one")
-        mode = self._prepare(update, digests)
+        mode = self._prepare(update, update.expected if digests is None else digests)
         self._engine.runner.updates.commit(update.version)
         keep_kv = self._settle_requests(update)
         update.mode = mode

@@ -22,12 +22,15 @@ from ..errors import BadRequest, IllegalState, RollsyncError, describe
 from ..fields import did_you_mean
 from .columns import VALUE_COLUMNS, empty_output
 from .control import Control
+from .folder_update import FolderUpdate
 from .lanes import Lanes
 from .types import RolloutRequest, SampleOutput
 
 log = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.25
+COMMAND_S = 120.0
+"""how long a lane waits for a command: as long as a step may take"""
 
 
 class EngineLike(Protocol):
@@ -251,8 +254,10 @@ class EngineLoop:
         control = self._control
         if control is None:
             reply(IllegalState("the engine is not serving yet"))
+        elif verb == "open_folder":
+            self._lanes.submit(lane, lambda: self._open_folder(control, **args), reply)
         elif verb not in ASIDE:
-            reply(BadRequest(f"command must be one of {', '.join(ASIDE)}, got {verb!r}", field="verb"))
+            reply(BadRequest(f"command must be one of open_folder, {', '.join(ASIDE)}, got {verb!r}", field="verb"))
         else:
             self._lanes.submit(lane, lambda: attrgetter(ASIDE[verb])(control)(**args), reply)
 
@@ -261,6 +266,28 @@ class EngineLoop:
         with contextlib.suppress(Exception):  # the heartbeat asks: it must go on
             return None if self._control is None else self._control.open_update_status()
         return None
+
+    def _open_folder(self, control: Control, commit: bool = False, **args: Any) -> dict[str, Any]:
+        """On a lane: open an update from a folder and have it read; with `commit`, answered once it is current."""
+        update = FolderUpdate(control, self._run_verb, control.weights_root)
+        status = update.open(**args)
+        if commit:
+            update.read()
+            return update.commit()
+        self._lanes.submit(status["id"], update.read, lambda value: None)  # what went wrong is the update's reason
+        return status
+
+    def _run_verb(self, verb: str, **args: Any) -> Any:
+        """A command's value; for threads beside the engine's."""
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.command(verb, args, done.put)
+        try:
+            value = done.get(timeout=COMMAND_S)
+        except queue.Empty:
+            raise IllegalState(f"the engine did not come to {verb} within {COMMAND_S:g} s") from None
+        if isinstance(value, BaseException):
+            raise value
+        return value
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End after the step in progress. False if the thread did not end in time."""

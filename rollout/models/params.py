@@ -191,9 +191,14 @@ def _why_unknown(cfg: DecoderConfig, hf_name: str) -> str:
     return f"known: {', '.join(known)}"
 
 
+def is_buffer(hf_name: str) -> bool:
+    """Whether this is a buffer that no model here loads, whatever its dtype."""
+    return hf_name.endswith(_IGNORED_SUFFIX)
+
+
 def is_ignored(cfg: DecoderConfig, hf_name: str) -> bool:
     """Whether a checkpoint may hold this tensor though it is stored nowhere."""
-    return hf_name.endswith(_IGNORED_SUFFIX) or (hf_name == HEAD and cfg.tie_word_embeddings)
+    return is_buffer(hf_name) or (hf_name == HEAD and cfg.tie_word_embeddings)
 
 
 def hf_shapes(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from starlette.requests import Request
@@ -24,9 +24,9 @@ TELL_S = 5.0
 GONE = "the connection that held it is gone"
 
 
-async def opened(request: Request, service: RolloutService, fields: dict[str, Any]) -> dict[str, Any]:
-    """Open an update. If the caller hangs up before it can be told, nobody knows the update, so it is aborted."""
-    task = asyncio.create_task(service.engine.command("open_update", **fields))
+async def opened(request: Request, service: RolloutService, opening: Coroutine[Any, Any, Any]) -> dict[str, Any]:
+    """What `opening` replies. If the caller hangs up before it can be told, nobody knows the update, so it is aborted."""
+    task = asyncio.create_task(opening)
     try:
         found: dict[str, Any] = await until_disconnect(request.receive, _wait(task))
         return found

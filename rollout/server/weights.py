@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from ..errors import BadRequest
 from . import control, hold
 from .audit import note
 from .checks import Field, boolean, choice, integer, mapping, names, nullable, object_schema, read, seconds, string
+from .engine_client import EngineProcess
 from .replies import body_of, reply, take
 from .reply_schemas import FACTS
 from .rollouts import RolloutService
@@ -24,10 +26,11 @@ VERSION_LIMIT = (1 << 63) - 1
 CHUNK_TYPE = "application/octet-stream"
 
 OPEN_FIELDS = (
-    Field("manifest", mapping, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}"),
+    Field("manifest", mapping, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}; a folder brings its own"),
     Field("version", integer(0, VERSION_LIMIT), "of the new weights; left out: the current one plus 1"),
     Field("base_version", integer(0, VERSION_LIMIT), "what a partial update builds on; refused on any other"),
-    Field("transport", mapping, "how the bytes come: {name: http | ipc | collective, offers}; left out: with the chunks"),
+    Field("transport", mapping, "how the bytes come: {name: http | ipc | collective, offers} or {name: disk, folder}; left out: http"),
+    Field("commit", boolean, "disk: also commit, once all is read; the reply comes then"),
     Field("mode", choice(*MODES), "full: every tensor; partial: those named"),
     Field("apply", choice("staged", "in_place"), "staged: into a second copy, old weights serve on; in_place: the engine pauses"),
     Field("kv_policy", choice(*KV_POLICIES), "what becomes of running requests at the commit"),
@@ -36,6 +39,10 @@ OPEN_FIELDS = (
     Field("refuse_nonfinite", boolean, "whether NaN or infinity refuses the commit; default true"),
     Field("force", boolean, "allow a version below the current one"),
     Field("hold", boolean, "the reply is a stream, and the update is aborted if its connection drops; default false"),
+)
+DISK_FIELDS = (
+    Field("name", choice("disk"), "disk"),
+    Field("folder", string, "a checkpoint below --weights-root: its path, or its name there"),
 )
 CHUNK_FIELDS = (
     Field("sender", integer(0, 1 << 31), "rank that sends"),
@@ -76,15 +83,22 @@ async def _fields(request: Request, table: tuple[Field, ...]) -> dict[str, Any]:
 async def open_update(request: Request) -> Response:
     """Begin a weight update. 422 lists every tensor that does not fit; nothing that is served changes before the commit.
 
+    With the transport disk there is no manifest and are no chunks: the engine checks the folder, reads it by itself, and commits if told.
     With "hold" the reply is a stream that lasts as long as the update: its first event is the reply, its last says how it ended. If the
     connection drops before the commit, the update is aborted at once. Without, a caller that dies leaves it open until its deadline.
     """
     got = await _fields(request, OPEN_FIELDS)
     held = got.pop("hold", False)
-    if "manifest" not in got:
-        raise BadRequest("manifest is missing: name the tensors", field="manifest")
     service = _service(request)
-    opened = await hold.opened(request, service, got)
+    if got.get("transport", {}).get("name") == "disk":
+        opening = _open_folder(service.engine, got)
+    elif "commit" in got:
+        raise BadRequest("commit is for the disk transport: others commit by a call of its own", field="commit")
+    elif "manifest" not in got:
+        raise BadRequest("manifest is missing: name the tensors", field="manifest")
+    else:
+        opening = service.engine.command("open_update", **got)
+    opened = await hold.opened(request, service, opening)
     note(request, {"update": opened["id"], "version": opened["version"]})
     return hold.hold(request, service, opened) if held else reply(request, opened)
 
@@ -96,6 +110,17 @@ async def hold_update(request: Request, update_id: str) -> Response:
     """Tie an update to this connection too, for a trainer's other ranks: a stream as that of an open call with "hold"."""
     service = _service(request)
     return hold.hold(request, service, await control.update_status(service, update_id))
+
+
+async def _open_folder(engine: EngineProcess, got: dict[str, Any]) -> Any:
+    """An update from a folder: the engine checks its headers, opens, and reads it by itself."""
+    told = read(got.pop("transport"), DISK_FIELDS, "transport")
+    if "folder" not in told:
+        raise BadRequest("transport.folder is missing: name the checkpoint", field="transport.folder")
+    if "manifest" in got:
+        raise BadRequest("manifest must be left out: the folder's headers are the manifest", field="manifest")
+    patience_s = got.get("deadline_s", DEFAULT_UPDATE_S) + 60.0 if got.get("commit") else 60.0
+    return await engine.aside(f"folder {uuid.uuid4().hex}", "open_folder", patience_s, folder=told["folder"], **got)
 
 
 @router.get("/v1/weights/updates/{update_id}", openapi_extra=route("Weights", "control", gives="Update", errors=(404,)))

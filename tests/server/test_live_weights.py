@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(serving: Any, checkpoints: list[Path]) -> Iterator[Any]:
-    with serving(*FLAGS, model=str(checkpoints[0]), factory=None) as found:
+    with serving(*FLAGS, "--weights-root", str(checkpoints[0].parent), model=str(checkpoints[0]), factory=None) as found:
         yield found
 
 
@@ -63,12 +63,14 @@ def sample(client: RolloutClient) -> tuple[list[int], list[float], list[Any]]:
     return list(found.token_ids), list(found.logprobs), list(found.weight_versions)
 
 
-@pytest.mark.parametrize("transport", ["http", "ipc", "collective"])
+@pytest.mark.parametrize("transport", ["http", "ipc", "collective", "disk"])
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 def test_after_a_sync_the_server_gives_the_new_bits(server: Any, checkpoints: list[Path], transport: str, apply: str) -> None:
+    where = {"folder": checkpoints[0].parent / "by disk"} if transport == "disk" else {}
     with RolloutClient(server.url) as client:
         for folder in (checkpoints[1], checkpoints[2], checkpoints[0]):
-            with WeightSender(server.url, TensorSource(weights(folder)), transport=transport, bucket_bytes=3000, apply=apply) as sender:
+            source = TensorSource(weights(folder))
+            with WeightSender(server.url, source, transport=transport, bucket_bytes=3000, apply=apply, **where) as sender:
                 report = sender.sync()
             ids, logprobs, spans = sample(client)
             assert (ids, logprobs) == fresh_logprobs(folder)
@@ -157,3 +159,59 @@ def test_pause_sleep_wake_and_resume_keep_their_own_leases(server: Any) -> None:
         assert post("resume", owner="me")["running"]
         thread.join(30)
         assert done == [before]
+
+
+def test_an_engine_loads_a_folder_by_one_call_and_refuses_others_by_name(server: Any, checkpoints: list[Path]) -> None:
+    url = f"{server.url}/v1/weights/updates"
+    post = lambda **body: httpx.post(url, json=body)  # noqa: E731
+    with RolloutClient(server.url) as client:
+        for folder in ("m1", str(checkpoints[2])):
+            done = post(transport={"name": "disk", "folder": folder}, commit=True).json()
+            assert done["state"] == "committed" and sample(client)[:2] == fresh_logprobs(checkpoints[0].parent / folder)
+        before = sample(client)
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"transport": {"name": "disk", "folder": "../m1"}}, "transport.folder"),
+            ({"transport": {"name": "disk", "folder": "/etc"}}, "transport.folder"),
+            ({"transport": {"name": "disk", "folder": "none such"}}, "transport.folder"),
+            ({"transport": {"name": "disk", "folder": 3}}, "transport.folder"),
+            ({"transport": {"name": "disk"}}, "transport.folder"),
+            ({"transport": {"name": "disk", "folder": "m1", "root": "/", "files": {}}}, "transport.root"),
+            ({"transport": {"name": "disk", "folder": "m1"}, "manifest": {"tensors": []}}, "manifest"),
+            ({"manifest": {"tensors": []}, "commit": True}, "commit"),
+        ]
+        for body, field in refused:
+            answer = post(**body)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (400, field), body
+        torn = checkpoints[0].parent / "torn"
+        torn.mkdir()
+        (torn / "model.safetensors").write_bytes((checkpoints[1] / "model.safetensors").read_bytes()[:-1])
+        assert post(transport={"name": "disk", "folder": "torn"}, commit=True).status_code == 422
+        assert sample(client) == before
+
+
+def test_a_folder_is_read_beside_the_steps_and_committed_later(server: Any, checkpoints: list[Path], until: Any) -> None:
+    control = HttpControl(server.url)
+    update = control.open({"transport": {"name": "disk", "folder": "m0"}})
+    until(lambda: control.status(update["id"])["missing_chunks"] == 0)
+    assert control.status(update["id"])["received_bytes"] == update["bytes"]
+    assert control.commit(update["id"], None)["changed"]
+    with RolloutClient(server.url) as client:
+        assert sample(client)[:2] == fresh_logprobs(checkpoints[0])
+
+
+def test_a_sync_by_folder_leaves_the_last_ones_and_nothing_of_a_failed_one(server: Any, checkpoints: list[Path], tmp_path: Path) -> None:
+    shared = checkpoints[0].parent / "synced"
+    with WeightSender(server.url, TensorSource(weights(checkpoints[1])), transport="disk", folder=shared) as sender:
+        version = sender.sync().version
+        for step in range(version + 1, version + 4):
+            assert sender.sync(version=step).version == step
+        assert sorted(f.name for f in shared.iterdir()) == [f"step-{version + 2}", f"step-{version + 3}"]
+        assert sender.sync(version=version + 3).version == version + 3, "a trainer that came back uses its numbers again"
+    bad = {**weights(checkpoints[1]), "model.norm.weight": torch.full((64,), float("nan"))}
+    kept = sorted(f.name for f in shared.iterdir())
+    for folder, words in ((shared, r"422.*model\.norm\.weight: 64 values are not finite"), (tmp_path, "is not inside")):
+        sender = WeightSender(server.url, TensorSource(bad), transport="disk", folder=folder)
+        with sender, pytest.raises(UpdateError, match=words):
+            sender.sync()
+    assert sorted(f.name for f in shared.iterdir()) == kept and not list(tmp_path.iterdir())
+    assert httpx.get(f"{server.url}/v1/weights").json()["weights"]["update"] is None

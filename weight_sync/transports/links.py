@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..manifest import Bucket
 from ..names import TRANSPORTS
+from .disk import DiskLink
 from .groups import CollectiveLink, Groups
 from .ipc import MappedBuffers, host_device
 
@@ -95,6 +96,8 @@ def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[in
         return BodyLink()
     if name == "ipc":
         return IpcLink(transport.get("offers"))
+    if name == "disk" and "files" in transport:  # what CheckpointFolder.link made; callers name a folder, and it is checked first
+        return DiskLink(transport)
     if name == "collective" and groups is not None and bucket is not None:
         return CollectiveLink([groups.get(group) for group in _group_names(transport)], bucket)
     raise LinkError(f"transport.name must be one of {', '.join(TRANSPORTS)}, got {name!r}")
