@@ -20,8 +20,9 @@ from ..errors import NoSuchRoute, RollsyncError
 from . import control, groups, openai, openai_schemas, reply_schemas, token_routes, weights
 from .access import Access
 from .audit import AuditLog
-from .dialects import sglang, sglang_control, sglang_schemas, shared, vllm, vllm_generate, vllm_tokens
+from .dialects import sglang, sglang_control, sglang_schemas, shared, vllm, vllm_generate, vllm_tokens, vllm_weights
 from .dialects.version_names import VersionNames
+from .dialects.vllm_state import VllmState
 from .encoding import encode_aside
 from .engine_client import EngineProcess
 from .guard import Guard, RouteNeeds
@@ -165,7 +166,7 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-VLLM = (vllm_generate, vllm, vllm_tokens, shared)
+VLLM = (vllm_generate, vllm, vllm_weights, vllm_tokens, shared)
 ROUTERS = (
     router,
     token_routes.router,
@@ -234,6 +235,7 @@ def create_app(
     app.state.served_model_name = served_model_name
     app.state.started = int(time.time())
     app.state.version_names = VersionNames()
+    app.state.vllm = VllmState()
     for each in ROUTERS:
         app.include_router(each)
     app.openapi = functools.cache(lambda: openapi(version))  # type: ignore[method-assign]

@@ -36,7 +36,8 @@ SGLANG_CONTROL = {
 READS = {"/v1/engine/status"}
 VLLM_CONTROL = {
     "/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests", "/sleep", "/wake_up", "/release_kv_cache_memory",
-    "/reset_prefix_cache",
+    "/reset_prefix_cache", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/finish_weight_update", "/weight_checker",
 }  # fmt: skip
 OTHERS = [("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/docs"), ("OPTIONS", "/v1/rollouts"), ("POST", "/v1/rollouts/")]
 DISGUISED = ["/v1/engine/%61bort", "/v1/engine/abort/", "/v1/engine/abort?x=/health", "/v1/engine/../engine/abort", "/v1/engine/abort%0A"]

@@ -92,11 +92,6 @@ async def resume(request: Request) -> Response:
     return reply(request, {"status": "resumed" if report["running"] else "paused", **report})
 
 
-async def _state(request: Request) -> dict[str, Any]:
-    state: dict[str, Any] = await service_of(request).engine.command("state")
-    return state
-
-
 def is_paused(state: dict[str, Any]) -> bool:
     return bool(state["scheduling"]["state"] == "paused")
 
@@ -108,7 +103,7 @@ def asleep(state: dict[str, Any]) -> list[str]:
 @router.get("/is_paused", openapi_extra=vllm("traffic", takes=None, gives=reply_schema("", Item("is_paused", BOOLEAN))))
 async def paused(request: Request) -> Response:
     """Whether anybody keeps the engine from running."""
-    return reply(request, {"is_paused": is_paused(await _state(request))})
+    return reply(request, {"is_paused": is_paused(control.state(service_of(request)))})
 
 
 @router.post("/abort_requests", openapi_extra=vllm(takes="VllmAbort", gives="VllmAborted"))
@@ -179,7 +174,7 @@ async def wake_up(request: Request) -> Response:
 @router.get("/is_sleeping", openapi_extra=vllm("traffic", takes=None, gives=reply_schema("", Item("is_sleeping", BOOLEAN))))
 async def sleeping(request: Request) -> Response:
     """As vLLM says it: whether any memory is away, or the engine is paused."""
-    state = await _state(request)
+    state = control.state(service_of(request))
     return reply(request, {"is_sleeping": bool(asleep(state)) or is_paused(state)})
 
 
@@ -256,7 +251,9 @@ async def ping(request: Request) -> Response:
 
 _FREED = Item("freed_bytes", OBJECT, "by tag")
 COMPONENTS = {
-    "VllmInfo": reply_schema("", Item("vllm_config", {}, "an object, or its text"), Item("vllm_env", OBJECT), Item("system_env", OBJECT)),
+    "VllmInfo": reply_schema(
+        "", Item("vllm_config", {"type": ["object", "string"]}, "or its text"), Item("vllm_env", OBJECT), Item("system_env", OBJECT),
+    ),
     "VllmError": reply_schema(
         "",
         Item(
