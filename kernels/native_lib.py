@@ -21,6 +21,7 @@ _NEEDS = {
 }
 
 OP_EMBED, OP_RMSNORM, OP_LINEAR, OP_ROPE_STORE, OP_ATTENTION, OP_COPY_BLOCKS, OP_LOGITS, OP_PANELS, OP_SAMPLE = range(1, 10)
+OP_ADD_PARTS, OP_LOGITS_PART, OP_SAMPLE_PARTS = range(10, 13)
 EP_STORE, EP_RESIDUAL, EP_SILU_MUL, EP_GELU_MUL = range(4)
 
 _CODES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
@@ -35,7 +36,8 @@ class Op(ctypes.Structure):
         *((n, c_int64) for n in ("ld_in", "ld_out")),
         *((n, c_int32) for n in ("layer", "rows_mode")),
         *((n, c_float) for n in ("eps", "scale", "softcap")),
-        *((n, c_int32) for n in ("one_plus", "heads", "kv_heads", "head_dim", "packed")),
+        *((n, c_int32) for n in ("one_plus", "heads", "kv_heads", "head_dim", "packed", "parts", "first_block")),
+        ("part_stride", c_int64),
     )
 
 
@@ -43,7 +45,7 @@ class Step(ctypes.Structure):
     """`struct Step` of native/program.h."""
 
     _fields_ = (
-        *((n, c_int32) for n in ("num_tokens", "num_rows")),
+        *((n, c_int32) for n in ("num_tokens", "num_rows", "row_begin", "row_end")),
         *((n, c_void_p) for n in ("ids", "positions", "kv")),
         *((n, c_int64) for n in ("kv_block_bytes", "kv_layer_bytes")),
         *((n, c_int32) for n in ("block_tokens", "num_layers")),

@@ -136,24 +136,25 @@ class ReferenceProgram:
         return self._record(attend)
 
     def logits_and_sample(self, x: _Value, weight: str, *, softcap: float = 0.0, float32: bool = False) -> None:
-        head = ref.linear_f32 if float32 else ref.linear
+        def call() -> None:
+            if self._a.num_rows:
+                self._sample(self._logits(x.tensor, weight, softcap, float32))
 
-        def logits() -> Tensor:
-            found = head(x.tensor, self._w[weight])
-            return ref.softcap(found, softcap) if softcap else found
+        self._calls.append(call)
 
-        def sample() -> None:
-            count = self._a.num_rows
-            if count == 0:
-                return
-            result = ref.sample(logits(), self._sampler_rows(count))
-            for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
-                self._a["out_" + name][:count] = getattr(result, name)
-            for name in ("top_id", "top_logprob"):
-                values = getattr(result, name)
-                self._a["out_" + name][:count, : values.shape[1]] = values
+    def _logits(self, x: Tensor, weight: str, softcap: float, float32: bool) -> Tensor:
+        """[R, V]"""
+        found = (ref.linear_f32 if float32 else ref.linear)(x, self._w[weight])
+        return ref.softcap(found, softcap) if softcap else found
 
-        self._calls.append(sample)
+    def _sample(self, logits: Tensor) -> None:
+        count = len(logits)
+        result = ref.sample(logits, self._sampler_rows(count))
+        for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
+            self._a["out_" + name][:count] = getattr(result, name)
+        for name in ("top_id", "top_logprob"):
+            values = getattr(result, name)
+            self._a["out_" + name][:count, : values.shape[1]] = values
 
     def _sampler_rows(self, count: int) -> SamplerRows:
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced", "top_n")

@@ -55,3 +55,15 @@ def effective_shards(k: int, k_shards: int) -> int:
     while shards > 1 and k % (K_BLOCK * shards):
         shards //= 2
     return shards
+
+
+def vocab_rows(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
+    """(first id, number of ids) whose logits a rank computes: whole blocks of 32, as many on each rank but on the last ones."""
+    width = vocab_width(vocab_size, size)
+    first = min(rank * width, vocab_size)
+    return first, min(width, vocab_size - first)
+
+
+def vocab_width(vocab_size: int, size: int) -> int:
+    """Ids of a full share."""
+    return -(-vocab_size // (32 * size)) * 32

@@ -375,6 +375,20 @@ inline void add_tree(float* parts, int shards, int size) {
       for (int j = 0; j < size; j += 16) store(parts + i * size + j, load(parts + i * size + j) + load(parts + (i + w) * size + j));
 }
 
+// The same tree over the sums of `op.parts` ranks, then what follows a sum: rows [r0, r1).
+template <class T>
+inline void add_parts(const Op& op, int r0, int r1) {
+  LinearItem<T, T> item{op, nullptr, nullptr, (T*)op.out, 0};
+  for (int r = r0; r < r1; r++)
+    for (int j = 0; j < op.n; j += 16) {
+      v16 sum[16];
+      for (int p = 0; p < op.parts; p++) sum[p] = load((const float*)op.in + p * op.part_stride + r * op.ld_in + j);
+      for (int w = 1; w < op.parts; w *= 2)
+        for (int i = 0; i < op.parts; i += 2 * w) sum[i] = sum[i] + sum[i + w];
+      item.put(r, j, op.n - j < 16 ? op.n - j : 16, sum[0]);
+    }
+}
+
 template <class O>
 inline void linear_item(const Op& op, const Step& st, const bf16* x, O* y, int nb0, int nb1, int r0, int r1, float* scratch) {
   int kb = ceil_div(op.k, 32), per = kb / op.shards;
@@ -382,7 +396,7 @@ inline void linear_item(const Op& op, const Step& st, const bf16* x, O* y, int n
   alignas(64) float c[16 * 4 * TILE];
   auto one = [&](int nb, int r) {
     int m = r1 - r < 32 ? r1 - r : 32;
-    const bf16* w = item.weights + (int64_t)nb * kb * 1024;
+    const bf16* w = item.weights + (int64_t)(op.first_block + nb) * kb * 1024;
     const bf16* a = x + (int64_t)(r / 16) * kb * 512;
     for (int s = 0; s < op.shards; s++) product(a, kb, m, w, s * per, (s + 1) * per, c + s * 4 * TILE, scratch, r == r0);
     if (op.shards > 1) add_tree(c, op.shards, 4 * TILE);
@@ -409,7 +423,7 @@ inline void linear_item(const Op& op, const Step& st, const float* x, float* y, 
   for (int nb = nb0; nb < nb1; nb++)
     for (int r = r0; r < r1; r += 32) {
       int m = r1 - r < 32 ? r1 - r : 32;
-      const float* w = item.weights + (int64_t)nb * op.k * 32;
+      const float* w = item.weights + (int64_t)(op.first_block + nb) * op.k * 32;
       for (int s = 0; s < op.shards; s++) product(x + r * lda, lda, m, w, s * per, (s + 1) * per, c + s * 4 * TILE);
       if (op.shards > 1) add_tree(c, op.shards, 4 * TILE);
       item.finish(nb, r, m, c);

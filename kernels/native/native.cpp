@@ -56,6 +56,15 @@ void norm_rows(const Op& op, const Step& st, int r0, int r1) {
   }
 }
 
+// Logits of a row, of which every rank has `k` ids, side by side.
+template <class T>
+const T* join_parts(const Op& op, const Step& st, int row) {
+  T* out = (T*)st.logits + row * st.ld_logits;
+  for (int p = 0; p * op.k < op.n; p++)
+    memcpy(out + p * op.k, (const T*)op.in + p * op.part_stride + row * op.ld_in, std::min(op.k, op.n - p * op.k) * sizeof(T));
+  return out;
+}
+
 // One layer of every copy, in order: a later copy may write where an earlier one did.
 void copy_blocks(const Step& st, int layer) {
   char* base = st.kv + layer * st.kv_layer_bytes;
@@ -96,6 +105,7 @@ struct Run {
     switch (op.kind) {
       case OP_EMBED:
       case OP_RMSNORM:
+      case OP_ADD_PARTS:
       case OP_PANELS: phases.push_back({&op, op.kind, op.dtype, ceil_div(rows, per), 0, rows, per}); break;
       case OP_LINEAR: add_linear(op, 0, rows, threads); break;
       case OP_ROPE_STORE: phases.push_back({&op, op.kind, op.dtype, s.num_runs, 0, 0, 1}); break;
@@ -109,11 +119,13 @@ struct Run {
         }
         break;
       case OP_SAMPLE: phases.push_back({&op, op.kind, op.dtype, s.num_rows, 0, s.num_rows, 1}); break;
+      case OP_LOGITS_PART: add_linear(op, s.row_begin, s.row_end, threads); break;
+      case OP_SAMPLE_PARTS: phases.push_back({&op, op.kind, op.out_dtype, s.row_end - s.row_begin, s.row_begin, s.row_end, 1}); break;
     }
   }
   // Items are (piece of rows) x (group of weight blocks): few rows, long groups, so that each reads one stretch of memory.
   void add_linear(const Op& op, int row0, int row1, int threads) {
-    if (row1 <= row0) return;
+    if (row1 <= row0 || op.n == 0) return;  // a rank may have no id of a small vocabulary
     int blocks = num_weight_blocks(op.n, gated(op)), per = ceil_div(blocks, threads * 16);
     int64_t row_bytes = (int64_t)op.k * (op.dtype ? 4 : 2);
     int piece = std::max<int64_t>(32, PANEL_BYTES / row_bytes / 32 * 32);
@@ -133,13 +145,16 @@ struct Run {
       case OP_ROPE_STORE: rope_store_item<T>(op, s, i); break;
       case OP_ATTENTION: attention_item<T>(op, s, i); break;
       case OP_COPY_BLOCKS: copy_blocks(s, i); break;
+      case OP_ADD_PARTS: add_parts<T>(op, r0, r1); break;
       case OP_LINEAR:
+      case OP_LOGITS_PART:
       case OP_LOGITS: {
         int blocks = num_weight_blocks(op.n, gated(op)), nb0 = i * ph.per, nb1 = std::min(nb0 + ph.per, blocks);
         scratch.reset((size_t)32 * round_up(op.k, 32) * 4 + 64);
         float* wide = scratch.take<float>((int64_t)32 * round_up(op.k, 32));
         auto run = [&](auto* out) {
           if (ph.kind == OP_LOGITS) out -= (int64_t)ph.row0 * s.ld_logits;  // rows of a piece stand at the top of the logits buffer
+          if (ph.kind == OP_LOGITS_PART) out -= (int64_t)s.row_begin * op.ld_out;
           linear_item(op, s, (const T*)op.in, out, nb0, nb1, ph.row0, ph.row1, wide);
         };
         if (op.out_dtype)
@@ -149,6 +164,7 @@ struct Run {
         break;
       }
       case OP_SAMPLE: sample_row<T>(op, s, (const T*)s.logits + (int64_t)i * s.ld_logits, ph.row0 + i); break;
+      case OP_SAMPLE_PARTS: sample_row<T>(op, s, join_parts<T>(op, s, i), ph.row0 + i); break;
     }
   }
 

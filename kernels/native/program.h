@@ -13,6 +13,10 @@ enum OpKind : int32_t {
   OP_LOGITS = 7,      // head linear and sampler over hidden panels, in pieces of `piece_rows`
   OP_PANELS = 8,      // in (rows) -> out (panels)
   OP_SAMPLE = 9,      // sampler over given logits, num_rows of them
+  // Where several ranks share a model:
+  OP_ADD_PARTS = 10,    // the sums of `parts` ranks in float32, at in + part * part_stride -> out (rows), by epilogue; same tree as inside a rank
+  OP_LOGITS_PART = 11,  // head linear of logits rows [row_begin, row_end), this rank's ids only -> the top of out
+  OP_SAMPLE_PARTS = 12, // logits of those rows, `k` ids of each rank, side by side; then the sampler
 };
 enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_GELU_MUL = 3 };
 
@@ -33,6 +37,9 @@ struct Op {
   float softcap;             // OP_ATTENTION: of the scores, OP_LOGITS: of the logits; 0: none
   int32_t one_plus;          // OP_RMSNORM, OP_ROPE_STORE: norms multiply by 1 + w, in float32
   int32_t heads, kv_heads, head_dim, packed;
+  int32_t parts;             // OP_ADD_PARTS, OP_SAMPLE_PARTS: ranks
+  int32_t first_block;       // OP_LINEAR, OP_LOGITS_PART: block of 32 outputs that `w` is read from
+  int64_t part_stride;       // elements from one rank's part to the next
 };
 
 // What a request changes about the logit of one id: x + bias, by `factor` towards or away from 0, less `subtract`.
@@ -44,6 +51,7 @@ constexpr int TOP_MAX = 20;  // likeliest ids a row can report
 
 struct Step {
   int32_t num_tokens, num_rows;
+  int32_t row_begin, row_end;  // logits rows of OP_LOGITS_PART and OP_SAMPLE_PARTS
   const int32_t* ids;
   const int32_t* positions;
   // KV pool

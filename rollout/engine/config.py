@@ -24,7 +24,8 @@ class CacheConfig:
     block_tokens: int = 32
     """tokens per KV block; a power of two (32 is the layout the AMX kernels read in place)"""
     memory_bytes: int | None = None
-    """size of the KV pool in bytes, all of it resident soon after the start; default: a quarter of the available memory, at most 2 GiB"""
+    """size of the KV pool in bytes, over all ranks; all of it is resident soon after the start; default: a quarter of the available
+    memory, at most 2 GiB"""
     num_blocks: int | None = None
     """size of the KV pool in blocks; wins over memory_bytes"""
     prefix_cache: bool = True
@@ -68,7 +69,7 @@ class NumericsConfig:
     head_dtype: str | None = None
     """float32: logits of a bfloat16 model stay in float32, as a float32 head over its weights gives them; default: the model's dtype"""
     threads: int | None = None
-    """CPU threads of a step; default: all cores available (never changes a bit)"""
+    """CPU threads of a step, on each rank; default: all cores available, divided among ranks (never changes a bit)"""
     kernels: str | None = None
     """CPU kernel build: amx, avx512, avx2 or reference; default: the best this machine runs (never changes a bit)"""
 
@@ -99,6 +100,8 @@ class EngineConfig:
     """tokens of prompt and output together; default: the model's context, or what the KV pool holds if that is less"""
     weights_root: str | None = None
     """the folder that weight updates may be loaded from (transport disk), with all below it; default: none"""
+    tp: int = 1
+    """tensor parallel ranks, each a process with its share of heads and MLP, which it must divide (never changes a bit)"""
     sample_padding: bool = False
     """let ids be sampled that the tokenizer does not know: rows that pad the embedding to a round size"""
     seed: int | None = None
@@ -120,6 +123,8 @@ class EngineConfig:
             raise ConfigError(f"weights_root must be a folder that exists, got {self.weights_root!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if not 1 <= self.tp <= 16:
+            raise ConfigError(f"tp must be in [1, 16], got {self.tp}")
 
     def resolve(self, *, checkpoint_dtype: str, model_context: int, kv_bytes_per_block: int, available_bytes: int) -> EngineConfig:
         """Fill every default that depends on the model and the machine.
@@ -127,7 +132,7 @@ class EngineConfig:
         Args:
             checkpoint_dtype: "bfloat16", "float16" or "float32".
             model_context: max_position_embeddings.
-            kv_bytes_per_block: bytes of one KV block over all layers, for the dtype chosen.
+            kv_bytes_per_block: bytes of one KV block over all layers and ranks, for the dtype chosen.
             available_bytes: memory a KV pool may be taken from.
 
         Raises:
@@ -148,8 +153,15 @@ class EngineConfig:
             dtype=dtype,
             max_model_len=self.max_model_len or min(model_context, pool_tokens),
             cache=dataclasses.replace(self.cache, memory_bytes=num_blocks * kv_bytes_per_block, num_blocks=num_blocks),
-            numerics=dataclasses.replace(self.numerics, threads=self.numerics.threads or len(os.sched_getaffinity(0))),
+            numerics=dataclasses.replace(self.numerics, threads=self.numerics.threads or max(1, len(os.sched_getaffinity(0)) // self.tp)),
         )
+
+    def to_flat(self) -> dict[str, Any]:
+        """What `from_flat` reads back."""
+        flat: dict[str, Any] = {}
+        for key, value in dataclasses.asdict(self).items():
+            flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
+        return flat
 
     @classmethod
     def from_flat(cls, values: dict[str, Any]) -> EngineConfig:

@@ -32,12 +32,6 @@ DEFAULT_UPDATE_S = 600.0
 REMEMBERED_UPDATES = 64
 
 
-def resident_bytes() -> int:
-    """Anonymous memory of this process that the system has behind it."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-
 @dataclass(kw_only=True, slots=True)
 class Update:
     """One weight update, from open to its end."""
@@ -242,10 +236,8 @@ class Control:
             report["recompute_tokens"] = scheduler.preempt_all()
             scheduler.blocks.reset_cache()
         for tag, state in moves.items():
-            before = resident_bytes()
-            self._engine.runner.sleep(tag, keep=state == "offloaded")
+            report["freed_bytes"][tag] = self._engine.runner.sleep(tag, keep=state == "offloaded")
             self.lifecycle.moved(tag, state)
-            report["freed_bytes"][tag] = max(0, before - resident_bytes())
         return report
 
     def wake(self, tags: Sequence[str] | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadRequest, ConfigError, DuplicateRequest, IllegalState, Overloaded, show
+from ..errors import BadRequest, ConfigError, DuplicateRequest, EngineDead, IllegalState, Overloaded, show
 from ..fields import did_you_mean
 from .admission import Rules, check_request
 from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
@@ -27,6 +27,9 @@ from .types import RolloutRequest, SampleOutput
 
 if TYPE_CHECKING:
     from ..models.tokenizer import Tokenizer
+
+RANK_WATCH_S = 0.5
+"""between two looks at whether the ranks live, with nothing to do"""
 
 
 def _flat_names() -> dict[str, list[str]]:
@@ -68,7 +71,7 @@ class Engine:
 
     Args:
         model: a local folder, a .gguf file or a cached hub id; or a whole EngineConfig.
-        runner: what executes steps, with its own configuration (`model` and options do not count then); default: a ModelRunner.
+        runner: what executes steps, with its own configuration (`model` and options do not count then); default: that of `make_runner`.
         tokenizer: default: the model's, loaded when first needed (text prompts, stop strings, `RolloutOutput.texts`).
         stop_matcher: makes what watches a sample for stop strings; default: a StopStringMatcher over the tokenizer.
         options: fields of EngineConfig and its parts by name, e.g. `block_tokens=16`, `max_num_seqs=64`.
@@ -84,9 +87,9 @@ class Engine:
         **options: Any,
     ) -> None:
         if runner is None:
-            from .model_runner import ModelRunner
+            from .parallel_runner import make_runner
 
-            runner = ModelRunner(make_config(model, options))
+            runner = make_runner(make_config(model, options))
         elif options:
             raise ConfigError(f"a runner brings its own configuration: drop the option(s) {', '.join(sorted(options))}")
         self.runner: Runner = runner
@@ -296,12 +299,18 @@ class Engine:
 
     def poll(self) -> list[SampleOutput]:
         """Between two steps: end pauses, drains and updates whose time is over. Final outputs that verbs of `control` caused."""
+        try:
+            self.runner.check()
+        except EngineDead as error:
+            self._broken = self._broken or str(error)
+            raise
         self.control.poll()
         return self.control.take_outputs()
 
     def next_deadline(self) -> float | None:
         """time.monotonic() at which `poll` has something to do."""
-        return self.control.next_deadline()
+        times = [self.control.next_deadline(), time.monotonic() + RANK_WATCH_S if self.config.tp > 1 else None]
+        return min((t for t in times if t is not None), default=None)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; cheap."""

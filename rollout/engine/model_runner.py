@@ -6,8 +6,9 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -15,6 +16,7 @@ from ...kernels import native_lib
 from ...kernels.fingerprint import failed_probes, numerics_fingerprint
 from ...kernels.kv import KvLayout, NativeKv, ReferenceKv
 from ...kernels.program import NativeProgram, Program
+from ...kernels.rank_program import Group, NativeRankProgram, ReferenceRankProgram
 from ...kernels.reference_program import ReferenceProgram
 from ...kernels.step import StepArrays, StepLimits
 from ...kernels.weights import NativeWeights, ReferenceWeights
@@ -24,7 +26,7 @@ from ..models.config import DecoderConfig, load_decoder_config, resolve_model_pa
 from ..models.gguf_cache import cache_root
 from ..models.layers import all_rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
-from ..models.params import num_parameters
+from ..models.params import check_tp, num_parameters
 from .admission import MAX_BANNED_IDS
 from .batch import BatchBuilder, Slots
 from .config import EngineConfig
@@ -66,6 +68,12 @@ def total_memory() -> int:
         with contextlib.suppress(OSError, ValueError):
             totals.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
     return min(totals)
+
+
+def resident_bytes() -> int:
+    """Anonymous memory of this process that the system has behind it."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
 def choose_kernels(wanted: str | None) -> str:
@@ -111,7 +119,7 @@ def check_build(kernels: str, k_shards: int, head_dtype: str | None = None) -> s
     return numerics_fingerprint(library, k_shards, head_dtype)
 
 
-def _ignore(phase: str, fraction: float) -> None:
+def ignore_progress(phase: str, fraction: float) -> None:
     return None
 
 
@@ -122,29 +130,54 @@ def _fill(view: memoryview, file: IO[bytes]) -> None:
     view[:] = data
 
 
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """What a configuration names, checked by its headers; no weight has been read."""
+
+    path: Path
+    load_format: str
+    model: DecoderConfig
+
+
+def find_model(config: EngineConfig, progress: Progress = ignore_progress) -> FoundModel:
+    """Find and check the model; a .gguf file is dequantised to a folder first.
+
+    Raises:
+        ConfigError: there is none, it is not one we compute, or `config.tp` ranks cannot share it.
+    """
+    path, load_format = resolve_model_path(config.model), config.load_format
+    tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
+    if path.suffix == ".gguf" and load_format in ("auto", "gguf"):
+        load_format = "safetensors"
+        path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
+    model = load_decoder_config(path, tokenizer)
+    check_tp(model, config.tp, 0, config.numerics.k_shards)
+    checked_checkpoint(model, path, load_format)
+    return FoundModel(path, load_format, model)
+
+
 class ModelRunner:
-    """Loads what `config` names and executes step plans.
+    """One rank: loads what `config` names, or its share of it, and executes step plans.
 
     Args:
         config: unresolved; `info.config` is the resolved one.
         progress: told of the phases of loading.
+        group: the ranks that share the model, this one among them; None: it is alone.
 
     Raises:
         ConfigError: the model, or a setting for it, cannot be used here.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: Progress = _ignore) -> None:
-        path, load_format = resolve_model_path(config.model), config.load_format
-        tokenizer = resolve_model_path(config.tokenizer, "tokenizer") if config.tokenizer is not None else None
-        if path.suffix == ".gguf" and load_format in ("auto", "gguf"):
-            load_format = "safetensors"
-            path = cached_checkpoint(path, progress=lambda done, total: progress("dequantising", done / max(total, 1)))
-        model = load_decoder_config(path, tokenizer)
-        checked_checkpoint(model, path, load_format)  # before any memory is taken
+    def __init__(self, config: EngineConfig, *, progress: Progress = ignore_progress, group: Group | None = None) -> None:
+        self._group, rank, size = group, group.rank if group else 0, group.size if group else 1
+        if config.tp != size:
+            raise ConfigError(f"tp = {config.tp}, but this runner is one of {size} ranks: make_runner starts them")
+        found = find_model(config, progress)  # before any memory is taken
+        model = found.model
         kernels = choose_kernels(config.numerics.kernels)
         fingerprint = check_build(kernels, config.numerics.k_shards, config.numerics.head_dtype)
         self._vocab_limit = model.vocab_size if config.sample_padding else model.num_token_ids or model.vocab_size
-        config = self._resolve(config, model)
+        config = self.resolve(config, model)
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         assert config.max_model_len and config.cache.num_blocks and config.numerics.threads
         self._arrays = self._make_arrays(config)
@@ -154,14 +187,14 @@ class ModelRunner:
             self._slots,
             block_tokens=config.cache.block_tokens,
             heads_per_kv=model.num_heads // model.num_kv_heads,
-            kv_heads=model.num_kv_heads,
+            kv_heads=model.num_kv_heads // size,
             threads=config.numerics.threads,
         )
         layout = KvLayout(
             num_blocks=config.cache.num_blocks,
             block_tokens=config.cache.block_tokens,
             num_layers=model.num_layers,
-            kv_heads=model.num_kv_heads,
+            kv_heads=model.num_kv_heads // size,
             head_dim=model.head_dim,
             dtype=dtype,
         )
@@ -173,11 +206,11 @@ class ModelRunner:
             ) from error
         try:
             report = lambda done, total: progress("loading weights", done / max(total, 1))  # noqa: E731
-            load_weights(model, path, load_format, self.weights, dtype=dtype, progress=report)
+            load_weights(model, found.path, found.load_format, self.weights, dtype=dtype, tp_rank=rank, tp_size=size, progress=report)
         except BaseException:
             self.close()
             raise
-        self.updates = WeightUpdates(model, self.weights)
+        self.updates = WeightUpdates(model, self.weights, rank, size)
         self._kept: IO[bytes] | None = None
         self.info = RunnerInfo(
             model=config.model,
@@ -197,7 +230,8 @@ class ModelRunner:
         )
 
     @staticmethod
-    def _resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+    def resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+        """Fill the defaults that depend on the model and this machine. Resolving twice changes nothing."""
         dtype = config.dtype or ("float32" if model.dtype == "float32" else "bfloat16")
         layout = KvLayout(
             num_blocks=1,
@@ -233,39 +267,40 @@ class ModelRunner:
         )
 
     def _build(self, config: EngineConfig, model: DecoderConfig, kernels: str, layout: KvLayout) -> None:
-        specs = decoder.weight_specs(model)
+        group = self._group
+        rank, size = (group.rank, group.size) if group else (0, 1)
+        specs = decoder.weight_specs(model, size, rank)
         assert config.max_model_len is not None and config.numerics.threads is not None
-        ropes, k_shards = all_rope_tables(model, config.max_model_len, layout.dtype), config.numerics.k_shards
+        fields: dict[str, Any] = {
+            "heads": model.num_heads // size,
+            "ropes": all_rope_tables(model, config.max_model_len, layout.dtype),
+            "vocab_limit": self._vocab_limit,
+            "k_shards": config.numerics.k_shards,
+        }
+        if group is not None:
+            fields |= {"group": group, "vocab_size": model.vocab_size}
         self.weights: NativeWeights | ReferenceWeights
         self._kv: NativeKv | ReferenceKv
         program: Program
         if kernels == "reference":
             self.weights, self._kv = ReferenceWeights(specs, layout.dtype), ReferenceKv(layout)
-            program = ReferenceProgram(
-                self.weights, self._arrays, self._kv, heads=model.num_heads, ropes=ropes, vocab_limit=self._vocab_limit, k_shards=k_shards
-            )
+            program = (ReferenceRankProgram if group else ReferenceProgram)(self.weights, self._arrays, self._kv, **fields)
         else:
-            library = native_lib.load_build(kernels)
+            library, fields["threads"] = native_lib.load_build(kernels), config.numerics.threads
             self.weights, self._kv = NativeWeights(library, specs, layout.dtype), NativeKv(layout)
-            program = NativeProgram(
-                library,
-                self.weights,
-                self._arrays,
-                self._kv,
-                heads=model.num_heads,
-                ropes=ropes,
-                vocab_limit=self._vocab_limit,
-                k_shards=k_shards,
-                threads=config.numerics.threads,
-            )
+            program = (NativeRankProgram if group else NativeProgram)(library, self.weights, self._arrays, self._kv, **fields)
         decoder.record(program, model, float32_logits=config.numerics.head_dtype == "float32")
         self._program = program
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """One forward pass; one value per logits row of `plan`, in its order."""
+    def forward(self, plan: StepPlan) -> None:
+        """One forward pass. What it drew lies in the arrays of rank 0."""
         self._slots.apply(plan)
         self._batch.build(plan)
         self._program.run()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One forward pass; one value per logits row of `plan`, in its order."""
+        self.forward(plan)
         a, R = self._arrays, self._arrays.num_rows
         nonfinite = a["out_nonfinite"][:R]
         broken, faults = nonfinite.any(), self._slots.faulty_rows(plan.row_slot)
@@ -296,8 +331,19 @@ class ModelRunner:
             found.append([values[r, :count].tolist() if count else [] for r, count in enumerate(counts.tolist())])
         return found[0], found[1]
 
-    def sleep(self, tag: str, keep: bool) -> None:
-        """Give memory to the system: the KV pool's, or that of the weights (`keep`: written to a file without a name first)."""
+    def check(self) -> None:
+        """This rank is here."""
+
+    def sleep(self, tag: str, keep: bool) -> int:
+        """Give memory to the system: the KV pool's, or that of the weights (`keep`: written to a file without a name first).
+
+        Returns the bytes freed, as the system counts them.
+        """
+        before = resident_bytes()
+        self._release(tag, keep)
+        return max(0, before - resident_bytes())
+
+    def _release(self, tag: str, keep: bool) -> None:
         if tag == "kv_cache":
             self._kv.release()
             return

@@ -9,7 +9,6 @@ moment one of them lives that removes it if the other is killed.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
@@ -30,6 +29,7 @@ import zmq
 from ..errors import RollsyncError, describe
 from ..wire import COLUMNS, error_to_wire, pack_array
 from .config import EngineConfig
+from .lifeline import die_with_parent, killed_with_parent
 from .loop import EngineLike, EngineLoop
 from .params import SamplingParams
 from .types import RolloutRequest, SampleOutput
@@ -40,15 +40,6 @@ BEAT_PERIOD_S = 0.25
 CONNECT_TIMEOUT_S = 30.0
 MESSAGE_OUTPUTS = 64
 """of one message; the front takes in one between others' turns"""
-PR_SET_PDEATHSIG = 1
-
-
-def flatten(config: EngineConfig) -> dict[str, Any]:
-    """What `EngineConfig.from_flat` reads back."""
-    flat: dict[str, Any] = {}
-    for key, value in asdict(config).items():
-        flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
-    return flat
 
 
 def info_to_wire(info: Any) -> dict[str, Any]:
@@ -118,26 +109,6 @@ class Outbox:
         self.send("dead", words)
         self.exit_code = 1
         self.ended.set()
-
-
-def die_with_parent(parent_pid: int, folder: str) -> None:
-    """End this process, and remove `folder`, when its parent ends: seen by a watching thread."""
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(0.1 if os.path.exists(folder) else 0.5)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="rollsync-parent-watch", daemon=True).start()
-
-
-def killed_with_parent(parent_pid: int) -> None:
-    """Let the kernel end this process with its parent, where it can: a thread may not get to run in time."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def memory_bytes() -> dict[str, int]:
@@ -222,9 +193,9 @@ def real_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     """Import and build `Engine`, telling what goes on."""
     progress("importing torch", 0.0)
     from .engine import Engine
-    from .model_runner import ModelRunner
+    from .parallel_runner import make_runner
 
-    return Engine(config, runner=ModelRunner(config, progress=progress))
+    return Engine(config, runner=make_runner(config, progress=progress))
 
 
 def _factory(path: str | None) -> Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]:

@@ -49,8 +49,9 @@ class RunnerInfo:
 class UpdatesLike(Protocol):
     """What the engine asks of the ranks. One rank here; several answer as one (every rank prepared, then all flip)."""
 
-    version: int
-    """weight version of the next forward pass"""
+    @property
+    def version(self) -> int:
+        """Weight version of the next forward pass."""
 
     @property
     def groups(self) -> GroupsLike:
@@ -113,8 +114,11 @@ class Runner(Protocol):
     def info(self) -> RunnerInfo:
         """Facts of the loaded model."""
 
-    def sleep(self, tag: str, keep: bool) -> None:
-        """Give the memory of "weights" or "kv_cache" to the system; `keep` the weights' contents elsewhere."""
+    def check(self) -> None:
+        """Raise EngineDead if a rank of it is gone. Cheap."""
+
+    def sleep(self, tag: str, keep: bool) -> int:
+        """Give the memory of "weights" or "kv_cache" to the system; `keep` the weights' contents elsewhere. Bytes freed, over all ranks."""
 
     def wake(self, tag: str) -> None:
         """Have it back, with what was kept. Raises OSError or MemoryError, and may then be tried again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class ParamTarget:
         for tensor in tensors:
             for w in plan(self._cfg, tensor.name, self._rank, self._size):
                 covered[w.param] = covered.get(w.param, 0) + w.rows * w.cols
-        specs = param_specs(self._cfg, self._size) if self._staged else {}
+        specs = param_specs(self._cfg, self._size, self._rank) if self._staged else {}
         for name, elements in covered.items():
             if name not in self._params:
                 self._params.append(name)
@@ -133,12 +133,17 @@ def inspector(weights: Weights) -> Any:
     return inspect
 
 
-def live_digests(cfg: DecoderConfig, weights: Weights, names: Iterable[str] | None = None) -> dict[str, int]:
-    """Digest by checkpoint name of the weights in use, in the engine's dtype (tensor-parallel size 1)."""
+def live_digests(cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1) -> dict[str, int]:
+    """Digest by checkpoint name of the weights in use, in the engine's dtype; of a rank: what its share adds to it.
+
+    What every rank holds whole counts on rank 0 only, so that ranks' values add up (modulo 2**64).
+    """
     found = {}
-    for name in names if names is not None else hf_shapes(cfg):
-        (w,) = plan(cfg, tied_name(cfg, name) or name)
-        whole = weights.read(w.param)
-        part = whole[w.dst_row : w.dst_row + w.rows]
-        found[name] = box_digest(part, Box.whole(part.shape), part.shape)
+    for name, shape in hf_shapes(cfg).items():
+        (w,) = plan(cfg, name, tp_rank, tp_size)
+        if tp_rank and (w.rows * w.cols == 0 or w.rows * w.cols == torch.Size(shape).numel()):
+            continue
+        part = weights.read(w.param)[w.dst_row : w.dst_row + w.rows]
+        box = Box((w.src_row,), (w.rows,)) if len(shape) == 1 else Box((w.src_row, w.src_col), (w.rows, w.cols))
+        found[name] = box_digest(part, box, shape)
     return found

@@ -29,8 +29,9 @@ class _Open:
 class WeightUpdates:
     """Updates of one rank's weights. `extend`, `chunk`, `progress` and `digests` may come from any thread, the rest from the engine's."""
 
-    def __init__(self, cfg: DecoderConfig, weights: Weights) -> None:
+    def __init__(self, cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1) -> None:
         self._cfg, self._weights = cfg, weights
+        self._rank, self._size = tp_rank, tp_size
         self._lock = threading.Lock()
         self._open: _Open | None = None
         self.groups = Groups()
@@ -41,7 +42,7 @@ class WeightUpdates:
         first = manifest or Manifest(())
         if problems := manifest_problems(self._cfg, first, mode if manifest is not None else "partial"):
             return problems
-        target = ParamTarget(self._cfg, self._weights, staged=staged)
+        target = ParamTarget(self._cfg, self._weights, staged=staged, tp_rank=self._rank, tp_size=self._size)
         receiver = Receiver(first, target)
         link = make_link(transport, self.groups, receiver.bucket)
         target.cover(first.tensors)
@@ -123,4 +124,4 @@ class WeightUpdates:
         }
 
     def digests(self) -> dict[str, int]:
-        return live_digests(self._cfg, self._weights)
+        return live_digests(self._cfg, self._weights, self._rank, self._size)

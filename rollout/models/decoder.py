@@ -10,10 +10,10 @@ from .config import DecoderConfig
 from .params import param_specs
 
 
-def weight_specs(cfg: DecoderConfig) -> dict[str, WeightSpec]:
-    """How each local parameter is laid out. A tied embedding is packed as the head it also is: one copy, two roles."""
+def weight_specs(cfg: DecoderConfig, tp_size: int = 1, tp_rank: int = 0) -> dict[str, WeightSpec]:
+    """How each local parameter of a rank is laid out. A tied embedding is packed as the head it also is: one copy, two roles."""
     specs = {}
-    for name, spec in param_specs(cfg).items():
+    for name, spec in param_specs(cfg, tp_size, tp_rank).items():
         n, k = spec.shape[0], spec.shape[1] if len(spec.shape) == 2 else 1
         if spec.kind == "vector":
             layout = "bias" if name.endswith("bias") else "vector"

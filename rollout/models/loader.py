@@ -194,7 +194,8 @@ def load_weights(
     """
     check_tp(cfg, tp_size, tp_rank)
     checkpoint = checked_checkpoint(cfg, path, load_format)
-    written = dict.fromkeys(param_specs(cfg, tp_size), 0)
+    specs = param_specs(cfg, tp_size, tp_rank)
+    written = dict.fromkeys(specs, 0)
     total, done = sum(map(checkpoint.nbytes, checkpoint.shapes)), 0
     for name in checkpoint.shapes:
         if (twin := tied_name(cfg, name)) is not None:
@@ -210,7 +211,7 @@ def load_weights(
         done += checkpoint.nbytes(name)
         if progress is not None:
             progress(done, total)
-    for name, spec in param_specs(cfg, tp_size).items():
+    for name, spec in specs.items():
         assert written[name] == _elements(spec.shape), f"the name table covers {written[name]} elements of {name} {spec.shape}"
 
 

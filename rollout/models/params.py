@@ -10,10 +10,10 @@ I MLP width, H query heads, K KV heads, d head size; shapes at tensor-parallel s
     layers.{i}.attn_post_norm [D]                    layers.{i}.mlp_post_norm [D]  (both of post_norms models)
     layers.{i}.gate_up [2 I, D] (rows gate, up)      layers.{i}.mlp_down [D, I]
 
-Tensor parallel. Column-parallel parameters (qkv and its bias, gate_up, head) keep a rank's rows: of every fused part its own
-share, so a rank's qkv is again rows q, k, v. Row-parallel ones (attn_out, mlp_down) keep a rank's columns. Norms and
-the embedding are whole on every rank. A tied model has no `head`: a rank computes the logits of the rows `head_rows` names of its
-whole embedding, which are the rows an untied head would hold.
+Tensor parallel. Column-parallel parameters (qkv and its bias, gate_up, head) keep a rank's rows: of every fused part its own share,
+so a rank's qkv is again rows q, k, v. The head's rows are divided in whole blocks of 32, so the last ranks may have fewer.
+Row-parallel ones (attn_out, mlp_down) keep a rank's columns. Norms and the embedding are whole on every rank. A tied model has no
+`head`: a rank computes the logits of the rows `head_rows` names of its whole embedding, which are the rows an untied head would hold.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...kernels.spec import K_BLOCK, effective_shards, vocab_rows
 from ..errors import ConfigError
 from .config import DecoderConfig
 
@@ -115,23 +116,31 @@ def _table(cfg: DecoderConfig) -> dict[str, _Entry]:
     return table
 
 
-def check_tp(cfg: DecoderConfig, tp_size: int, tp_rank: int = 0) -> None:
-    """Raise ConfigError, naming every dimension, unless `tp_size` ranks can share this model."""
+def check_tp(cfg: DecoderConfig, tp_size: int, tp_rank: int = 0, k_shards: int | None = None) -> None:
+    """Raise ConfigError, naming every dimension, unless `tp_size` ranks can share this model.
+
+    With `k_shards` (the engine's setting) also unless each can hold whole shards of every row-parallel layer's sum.
+    """
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise ConfigError(f"tensor parallel rank must be in [0, size), got rank {tp_rank} of size {tp_size}")
-    names = ("num_kv_heads", "num_heads", "intermediate_size", "vocab_size")
+    names = ("num_kv_heads", "num_heads", "intermediate_size")
     bad = [f"{name} = {getattr(cfg, name)}" for name in names if getattr(cfg, name) % tp_size]
+    if k_shards is not None:
+        for name, width in (("num_heads * head_dim", cfg.q_rows), ("intermediate_size", cfg.intermediate_size)):
+            shards = effective_shards(width, k_shards)
+            if shards % tp_size:
+                bad.append(f"the {shards} partial sums over {name} = {width} (k_shards = {k_shards}, each of whole blocks of {K_BLOCK})")
     if bad:
         raise ConfigError(f"tensor parallel size {tp_size} must divide {', '.join(bad)}")
 
 
-def param_specs(cfg: DecoderConfig, tp_size: int = 1) -> dict[str, ParamSpec]:
-    """Local parameters of one rank by name; all ranks hold the same shapes.
+def param_specs(cfg: DecoderConfig, tp_size: int = 1, tp_rank: int = 0) -> dict[str, ParamSpec]:
+    """Local parameters of one rank by name. All ranks hold the same shapes, but for the head's rows.
 
     Raises:
         ConfigError: `tp_size` does not divide the model.
     """
-    check_tp(cfg, tp_size)
+    check_tp(cfg, tp_size, tp_rank)
     rows: dict[str, int] = {}
     entries: dict[str, _Entry] = {}
     for entry in _table(cfg).values():
@@ -140,7 +149,9 @@ def param_specs(cfg: DecoderConfig, tp_size: int = 1) -> dict[str, ParamSpec]:
     specs = {}
     for name, entry in entries.items():
         shape = (rows[name], *entry.shape[1:])
-        if entry.kind == "column":
+        if name == "head":
+            shape = (vocab_rows(cfg.vocab_size, tp_rank, tp_size)[1], shape[1])
+        elif entry.kind == "column":
             shape = (shape[0] // tp_size, *shape[1:])
         elif entry.kind == "row":
             shape = (shape[0], shape[1] // tp_size)
@@ -151,8 +162,7 @@ def param_specs(cfg: DecoderConfig, tp_size: int = 1) -> dict[str, ParamSpec]:
 def head_rows(cfg: DecoderConfig, tp_rank: int = 0, tp_size: int = 1) -> tuple[int, int]:
     """(first vocabulary id, number of ids) whose logits a rank computes, tied or not."""
     check_tp(cfg, tp_size, tp_rank)
-    rows = cfg.vocab_size // tp_size
-    return tp_rank * rows, rows
+    return vocab_rows(cfg.vocab_size, tp_rank, tp_size)
 
 
 def plan(cfg: DecoderConfig, hf_name: str, tp_rank: int = 0, tp_size: int = 1) -> tuple[Write, ...]:
@@ -172,7 +182,9 @@ def plan(cfg: DecoderConfig, hf_name: str, tp_rank: int = 0, tp_size: int = 1) -
         raise UnknownTensor(f"tensor {hf_name!r} is not part of this model ({_why_unknown(cfg, hf_name)})")
     rows, cols = entry.shape[0], entry.shape[1] if len(entry.shape) == 2 else 1
     src_row = src_col = 0
-    if entry.kind == "column":
+    if hf_name == HEAD:
+        src_row, rows = vocab_rows(cfg.vocab_size, tp_rank, tp_size)
+    elif entry.kind == "column":
         rows //= tp_size
         src_row = tp_rank * rows
     elif entry.kind == "row":

@@ -78,7 +78,7 @@ class _Watch:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.info: RunnerInfo = runner.info
-        self.updates, self.sleep, self.wake = runner.updates, runner.sleep, runner.wake
+        self.updates, self.sleep, self.wake, self.check = runner.updates, runner.sleep, runner.wake, runner.check
         self.forget()
 
     def forget(self) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -26,8 +25,8 @@ import zmq
 import zmq.asyncio
 
 from ..engine.config import EngineConfig
+from ..engine.lifeline import exit_words
 from ..engine.params import SamplingParams
-from ..engine.process import flatten
 from ..engine.types import RolloutRequest
 from ..errors import ConfigError, EngineDead, RollsyncError, ShuttingDown
 from ..metrics import FrontCounters
@@ -105,15 +104,6 @@ def liveness(snapshot: Snapshot, dead: str | None, now: float) -> str | None:
     return None
 
 
-def exit_words(code: int) -> str:
-    """An exit status in words: "exit status 1", "killed by SIGKILL"."""
-    if code >= 0:
-        return f"exit status {code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"
-
-
 def _params_to_wire(params: SamplingParams) -> dict[str, Any]:
     """`to_wire`, each id once."""
     return {k: list(dict.fromkeys(v)) if k in ("stop_token_ids", "allowed_token_ids") else v for k, v in params.to_wire().items()}
@@ -187,7 +177,7 @@ class EngineProcess:
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"cannot make sockets in {folder} (TMPDIR chooses where): {error}") from None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(flatten(self.config)).encode())
+        self._process.stdin.write(json.dumps(self.config.to_flat()).encode())
         self._process.stdin.close()
         self.snapshot.beat_at = time.monotonic() + 10.0  # the interpreter has to come up before it can beat
         watches = (self._read_messages(), self._read_stderr(), self._watch_exit(), self._watch_beats())

@@ -107,6 +107,9 @@ class FakeRunner:
         self.tables: dict[int, list[int]] = {}
         self.inits: dict[int, SlotInit] = {}
 
+    def check(self) -> None:
+        return None
+
     def close(self) -> None:
         assert not self.closed
         self.closed = True

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 class Store:
     """Keeps parameters as plain tensors; the first write decides the dtype."""
 
-    def __init__(self, cfg: DecoderConfig, tp_size: int = 1) -> None:
-        self.params = {name: torch.full(spec.shape, torch.nan) for name, spec in param_specs(cfg, tp_size).items()}
+    def __init__(self, cfg: DecoderConfig, tp_size: int = 1, tp_rank: int = 0) -> None:
+        self.params = {name: torch.full(spec.shape, torch.nan) for name, spec in param_specs(cfg, tp_size, tp_rank).items()}
         self.dtypes: set[torch.dtype] = set()
 
     def write(self, param: str, dst_row: int, dst_col: int, tensor: torch.Tensor) -> None:
@@ -30,7 +30,7 @@ class Store:
 
 def load(folder: Path, load_format: str = "auto", **kwargs: Any) -> Store:
     cfg = load_decoder_config(folder)
-    store = Store(cfg, kwargs.get("tp_size", 1))
+    store = Store(cfg, kwargs.get("tp_size", 1), kwargs.get("tp_rank", 0))
     load_weights(cfg, folder, load_format, store, **{"dtype": torch.float32, **kwargs})
     assert not any(p.isnan().any() for p in store.params.values())
     return store

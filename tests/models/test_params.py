@@ -40,7 +40,7 @@ def numbered(cfg: DecoderConfig) -> dict[str, torch.Tensor]:
 
 def shard(cfg: DecoderConfig, rank: int, size: int) -> dict[str, torch.Tensor]:
     """One rank's parameters, filled by the plan; every element must be written exactly once."""
-    local = {name: torch.full(spec.shape, -1) for name, spec in param_specs(cfg, size).items()}
+    local = {name: torch.full(spec.shape, -1) for name, spec in param_specs(cfg, size, rank).items()}
     for name, source in numbered(cfg).items():
         for w in plan(cfg, name, rank, size):
             target = as_matrix(local[w.param])[w.dst_row : w.dst_row + w.rows, w.dst_col : w.dst_col + w.cols]

@@ -98,10 +98,16 @@ def engine_of(folder: str, **options: Any) -> Engine:
 CASES = [(None, apply, tied, dtype) for apply in ("staged", "in_place") for tied in ("tied", "untied") for dtype in ("float32", "bfloat16")]
 
 
-@pytest.mark.parametrize(("kernels", "apply", "tied", "dtype"), [*CASES, ("reference", "staged", "tied", "bfloat16")])
-def test_after_a_sync_the_engine_is_a_fresh_one(folders: dict[str, str], kernels: str | None, apply: str, tied: str, dtype: str) -> None:
+ONE_RANK = [(*case, 1) for case in [*CASES, ("reference", "staged", "tied", "bfloat16")]]
+TWO_RANKS = [(None, "staged", "tied", "bfloat16", 2), (None, "in_place", "untied", "float32", 2)]
+
+
+@pytest.mark.parametrize(("kernels", "apply", "tied", "dtype", "tp"), [*ONE_RANK, *TWO_RANKS])
+def test_after_a_sync_the_engine_is_a_fresh_one(
+    folders: dict[str, str], kernels: str | None, apply: str, tied: str, dtype: str, tp: int
+) -> None:
     old, new = folders[tied], folders[f"{tied}-new"]
-    with engine_of(new, dtype=dtype, kernels=kernels) as fresh, engine_of(old, dtype=dtype, kernels=kernels) as engine:
+    with engine_of(new, dtype=dtype, kernels=kernels) as fresh, engine_of(old, dtype=dtype, kernels=kernels, tp=tp) as engine:
         expected, before = run(fresh), run(engine)
         assert expected != before
         sent = {n: t.float() for n, t in tensors_of(new).items()}  # fp32 masters, cast by the engine
