@@ -127,6 +127,8 @@ def _add_serve(commands: Any) -> None:
     group.add_argument("--max-body-bytes", type=int, default=argparse.SUPPRESS, help="largest request body accepted (default: 256 MiB)")
     text = "name of the model on OpenAI's routes (default: MODEL; that and its last part are names too)"
     group.add_argument("--served-model-name", metavar="NAME", default=argparse.SUPPRESS, help=text)
+    text = "wandb: seconds, bytes, stall and age of weight updates, and version lag of tokens, go there too (as its WANDB_ variables say)"
+    group.add_argument("--report-to", metavar="NAME", default=argparse.SUPPRESS, help=text)
     group.add_argument("--engine-factory", default=None, help=argparse.SUPPRESS)
     add_config_flags(parser)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .live_numbers import Number, TokenLags, live_numbers
+
 # engine stat -> (metric name, type, help). A numeric stat not named here is exported as a gauge rollsync_engine_<stat>.
 ENGINE_METRICS = {
     "running": ("rollsync_running_samples", "gauge", "Samples running."),
@@ -15,7 +17,6 @@ ENGINE_METRICS = {
     "free_blocks": ("rollsync_kv_blocks_free", "gauge", "KV blocks free."),
     "total_blocks": ("rollsync_kv_blocks", "gauge", "KV blocks in the pool."),
     "cached_blocks": ("rollsync_kv_blocks_cached", "gauge", "KV blocks holding a reusable prefix."),
-    "weight_version": ("rollsync_weight_version", "gauge", "Version of the weights in use."),
     "prompt_tokens": ("rollsync_prompt_tokens_total", "counter", "Prompt tokens of accepted requests."),
     "cached_tokens": ("rollsync_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in the prefix cache."),
     "preemptions": ("rollsync_preemptions_total", "counter", "Samples preempted and recomputed."),
@@ -32,6 +33,10 @@ ENGINE_METRICS = {
 }
 
 
+NOT_GAUGES = ("weight_version",)
+"""shown among the numbers of live weights"""
+
+
 @dataclass(slots=True)
 class FrontCounters:
     """What the front counts as messages pass."""
@@ -43,8 +48,11 @@ class FrontCounters:
     """refused prompts by error code"""
     responses: Counter[tuple[str, int]] = field(default_factory=Counter)
     """HTTP responses by (route, status)"""
+    lags: TokenLags = field(default_factory=TokenLags)
 
-    def finished(self, output: dict[str, Any]) -> None:
+    def finished(self, output: dict[str, Any], version: int) -> None:
+        """Count a finished sample; `version` is that of the weights in use."""
+        self.lags.count(output.get("weight_versions") or (), version)
         self.samples[output["finish_reason"]] += 1
         self.output_tokens += int(output["token_ids"]["shape"][0])
 
@@ -67,11 +75,22 @@ def _family(name: str, kind: str, text: str, samples: Iterable[str]) -> list[str
 def _engine_lines(stats: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     for key, value in stats.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        if key in NOT_GAUGES or isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             continue
         name, kind, text = ENGINE_METRICS.get(key, (f"rollsync_engine_{key}", "gauge", f"Engine statistic {key}."))
         lines += _family(name, kind, text, [_sample(name, value)])
     return lines
+
+
+def _live_lines(numbers: Iterable[Number]) -> list[str]:
+    by_metric: dict[str, list[Number]] = {}
+    for number in numbers:
+        by_metric.setdefault(number.metric, []).append(number)
+    return [
+        line
+        for name, group in by_metric.items()
+        for line in _family(name, group[0].kind, group[0].help, [_sample(name, n.value, **n.labels) for n in group])
+    ]
 
 
 def own_memory_bytes() -> int:
@@ -99,4 +118,4 @@ def render(front: FrontCounters, stats: dict[str, Any], engine_memory: dict[str,
     name = "rollsync_process_resident_bytes"
     rows = [_sample(name, own_memory_bytes(), process="front"), _sample(name, engine_memory.get("rss", 0), process="engine")]
     lines += _family(name, "gauge", "Resident memory.", rows)
-    return "\n".join(lines + _engine_lines(stats)) + "\n"
+    return "\n".join(lines + _engine_lines(stats) + _live_lines(live_numbers(stats, front.lags))) + "\n"

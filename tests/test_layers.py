@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "weight_sync", "rollout", "trainer_adapters")
 TOP = ("rollout/cli.py", "rollout/selftest")
 """may import any layer, and are imported by none"""
-LEAVES = ("rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/metrics.py")
+LEAVES = ("rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/metrics.py", "rollout/live_numbers.py")
 """shared by all of rollout; import only each other"""
 LAYERS = (
     ("trainer_adapters", "rollout/server"),
@@ -35,6 +35,7 @@ ONLY_IN = {
     "verl": ("trainer_adapters",),
     "openrlhf": ("trainer_adapters",),
     "ray": ("trainer_adapters",),
+    "wandb": ("rollout/server/report.py",),
     "asyncio": ("rollout/server", "rollout/client.py", "rollout/engine/async_engine.py"),
 }
 

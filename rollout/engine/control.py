@@ -18,6 +18,7 @@ from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
 from .folder_update import FolderUpdate
 from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, UPDATE_OWNER, Lifecycle, check_choice
 from .types import SampleOutput
+from .update_stats import CAUSES, UpdateStats
 from .weight_groups import GroupCalls
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Control:
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
         self.lifecycle = Lifecycle(clock)
+        self.update_stats = UpdateStats(clock)
         self.updates: dict[str, Update] = {}
         """the last ones, by id; at most one is open"""
         self.groups = GroupCalls(lambda: engine.runner.updates.groups)
@@ -135,15 +137,17 @@ class Control:
         """Between two steps: end what is over."""
         for lease in self.lifecycle.expire():
             log.warning("the pause of %s expired after its ttl", lease.owner)
+            self.update_stats.leases_expired += 1
         now = self._clock()
         if self.lifecycle.update is not None:
             update = self.updates[self.lifecycle.update]
             if now >= update.expires_at:
-                self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed")
+                self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed", "deadline")
             else:
                 self._abort_lost()
         for drain in list(self._drains.values()):
             self._poll_drain(drain, now)
+        self.update_stats.note_pause(self.lifecycle.paused)
 
     # Scheduling
 
@@ -442,7 +446,9 @@ class Control:
             return {**update.status(), "changed": False}
         if update.state != "open":
             raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): open a new one")
+        asked_at = self._clock()
         mode = self._prepare(update, update.expected if digests is None else digests)
+        checked_at = self._clock()
         self._engine.runner.updates.commit(update.version)
         keep_kv = self._settle_requests(update)
         update.mode = mode
@@ -452,6 +458,8 @@ class Control:
         self.lifecycle.release(self._update_owner(update))
         update.state = "committed"
         update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
+        times = {"opened_at": update.opened_at, "asked_at": asked_at, "checked_at": checked_at}
+        self.update_stats.committed(**times, num_bytes=update.nbytes, in_place=update.apply == "in_place")
         return {**update.status(), "changed": True}
 
     def _prepare(self, update: Update, digests: Mapping[str, int] | None) -> str:
@@ -487,8 +495,13 @@ class Control:
             update.report["aborted"] = len(outputs)
         return update.kv_policy == "keep"
 
-    def abort_update(self, update_id: str, reason: str = "aborted by request") -> dict[str, Any]:
-        """End an update without a commit. Staged: nothing happened. In place, after a byte was applied: the weights are torn."""
+    def abort_update(self, update_id: str, reason: str = "aborted by request", cause: str = "request") -> dict[str, Any]:
+        """End an update without a commit. Staged: nothing happened. In place, after a byte was applied: the weights are torn.
+
+        Args:
+            cause: of update_stats.CAUSES, for the metrics.
+        """
+        check_choice("cause", cause, CAUSES)
         update = self.find_update(update_id)
         if update.state == "committed":
             raise IllegalState(f"update {update_id} is committed")
@@ -499,4 +512,5 @@ class Control:
         self.lifecycle.close_update(update_id, torn=torn)
         self.lifecycle.release(self._update_owner(update))
         update.state, update.reason = "aborted", reason
+        self.update_stats.aborts[cause] += 1
         return {**update.status(), "changed": True}

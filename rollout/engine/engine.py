@@ -323,6 +323,7 @@ class Engine:
             "cached_blocks": blocks.num_cached,
             "weight_version": self.weight_version,
             "state": self.control.status(),
+            "updates": self.control.update_stats.to_stats(),
             **scheduler.counters,
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
         }

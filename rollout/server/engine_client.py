@@ -341,7 +341,7 @@ class EngineProcess:
             request_id = output["request_id"]
             final = "finish_reason" in output
             if final:
-                self.counters.finished(output)
+                self.counters.finished(output, self.snapshot.stats.get("weight_version", 0))
             waiter = self._waiters.get(request_id)
             if waiter is None:
                 continue

@@ -48,7 +48,7 @@ def drop(service: RolloutService, update_id: str) -> None:
 
 async def _drop(service: RolloutService, update_id: str) -> None:
     with contextlib.suppress(RollsyncError):  # it was committed meanwhile, or the engine has ended
-        await service.engine.command("abort_update", control.ABORT_S, update_id=update_id, reason=GONE)
+        await service.engine.command("abort_update", control.ABORT_S, update_id=update_id, reason=GONE, cause="connection")
 
 
 def hold(request: Request, service: RolloutService, update: dict[str, Any]) -> StreamReply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from .app import DEFAULT_MAX_BODY_BYTES, create_app
 from .audit import AuditLog
 from .connections import CONTROL_CONNECTIONS, Server, bind, connection_limit
 from .engine_client import EngineProcess
+from .report import Reporter, check_report_to, report
 from .text import TextService
 
 
@@ -41,12 +43,15 @@ class ServeOptions:
     """networks (CIDR) whose callers need no token for control routes: for trainers whose clients send none"""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     """largest request body accepted, in bytes"""
+    report_to: str | None = None
+    """wandb: the numbers of live weights go there too"""
     served_model_name: str | None = None
     """name of the model on OpenAI's routes; its path or id, and the last part of that, are names too"""
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
             raise ConfigError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
+        check_report_to(self.report_to)
         if self.control_host is not None and self.control_port is None:
             raise ConfigError("--control-host needs --control-port (0 takes a free one)")
         names = (("--served-model-name", self.served_model_name), ("--host", self.host), ("--control-host", self.control_host))
@@ -143,6 +148,7 @@ class Launcher:
         self._progress = StartupProgress()
         self._engine = EngineProcess(config, factory=engine_factory, on_progress=self._progress.show)
         self._audit = AuditLog()
+        self._reporter = Reporter() if options.report_to == "wandb" else None
         app = create_app(
             self._engine, TextService(config), self._access, version, options.max_body_bytes, options.served_model_name, self._audit
         )
@@ -173,9 +179,11 @@ class Launcher:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
         serving = asyncio.ensure_future(asyncio.gather(*(server.serve() for server in self._servers)))
         stopped = asyncio.create_task(self._wake.wait())
+        reporting = asyncio.create_task(self._report())
         try:
             code = await self._until_stopped(serving, stopped)
         finally:
+            reporting.cancel()
             await self._engine.stop()
             for server in self._servers:
                 server.should_exit = True
@@ -183,7 +191,14 @@ class Launcher:
             for sock in self._sockets:
                 sock.close()
             self._audit.close()
+            if self._reporter is not None:
+                await asyncio.to_thread(self._reporter.close)
         return code
+
+    async def _report(self) -> None:
+        if self._reporter is not None:
+            with contextlib.suppress(RollsyncError):  # the engine did not come up
+                await report(self._engine, self._reporter)
 
     async def _until_stopped(self, serving: asyncio.Future[Any], stopped: asyncio.Task[Any]) -> int:
         await self._engine.start()

@@ -46,6 +46,9 @@ class FakeUpdates:
         self._chunks.add((sender, sequence))
         return fresh
 
+    def lost(self) -> None:
+        return None
+
     def missing(self) -> list[str]:
         return []
 
@@ -108,7 +111,7 @@ class FakeLive(FakeEngine):
         return self.control.next_deadline()
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "weight_version": self.weight_version}
+        return {**super().stats(), "weight_version": self.weight_version, "updates": self.control.update_stats.to_stats()}
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> FakeLive:
