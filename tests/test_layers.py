@@ -35,7 +35,7 @@ ONLY_IN = {
     "verl": ("trainer_adapters",),
     "openrlhf": ("trainer_adapters",),
     "ray": ("trainer_adapters",),
-    "wandb": ("rollout/server/report.py",),
+    "wandb": ("rollout/server/wandb_child.py",),
     "asyncio": ("rollout/server", "rollout/client.py", "rollout/engine/async_engine.py"),
 }
 

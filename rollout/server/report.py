@@ -1,6 +1,6 @@
-"""`--report-to wandb`: the numbers of live weights, logged by a thread of the front process.
+"""`--report-to wandb`: the numbers of live weights, logged by a child of the front process, which alone imports wandb.
 
-wandb is imported on that thread. Whatever goes wrong there is one warning on stderr; serving never waits for it.
+Whatever goes wrong there is one warning on stderr; serving never waits for it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
+import json
 import queue
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError, describe
+from ..errors import ConfigError
 from ..live_numbers import Number, live_numbers
 from .engine_client import EngineProcess
 
@@ -33,23 +34,21 @@ def check_report_to(name: str | None) -> None:
         raise ConfigError("--report-to wandb needs the package wandb: pip install 'rollsync[wandb]'")
 
 
-def _wandb_run(config: Mapping[str, Any]) -> Any:
-    import wandb
-
-    project = None if os.environ.get("WANDB_PROJECT") else "rollsync"
-    return wandb.init(project=project, job_type="rollout", config=dict(config), settings=wandb.Settings(console="off", quiet=True))
-
-
 class Reporter:
-    """Rows of numbers to a run that `begin` makes, on a thread of its own."""
+    """Rows of numbers to a child process (wandb_child.py), by a thread: a child that is stuck, or has ended, holds up nobody."""
 
-    def __init__(self, begin: Callable[[Mapping[str, Any]], Any] = _wandb_run) -> None:
-        self._begin = begin
-        self._queue: queue.Queue[dict[str, float] | None] = queue.Queue(WAITING_ROWS)
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "rollsync.rollout.server.wandb_child")) -> None:
+        self._command = command
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(WAITING_ROWS)
+        self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(config,), name="rollsync-report", daemon=True)
+        self._queue.put(dict(config))
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, process_group=0
+        )  # a terminal's Ctrl-C reaches the server only
+        self._thread = threading.Thread(target=self._run, args=(self._process,), name="rollsync-report", daemon=True)
         self._thread.start()
 
     def add(self, numbers: list[Number]) -> None:
@@ -58,22 +57,24 @@ class Reporter:
             self._queue.put_nowait({number.key: number.value for number in numbers})
 
     def close(self) -> None:
-        """Have what waits written, within CLOSE_S."""
-        if self._thread is not None and self._thread.is_alive():
-            try:
-                self._queue.put_nowait(None)
-            except queue.Full:
-                return
-            self._thread.join(CLOSE_S)
+        """Have what waits logged, within CLOSE_S, and end the child."""
+        if self._process is None:
+            return
+        with contextlib.suppress(queue.Full, subprocess.TimeoutExpired):
+            self._queue.put_nowait(None)
+            self._process.wait(CLOSE_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
-    def _run(self, config: Mapping[str, Any]) -> None:
-        try:
-            run = self._begin(config)
+    def _run(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, and said why
             while (row := self._queue.get()) is not None:
-                run.log(row)
-            run.finish()
-        except BaseException as error:  # thread edge: serving goes on
-            print(f"warning: nothing more is reported to wandb: {describe(error)}", file=sys.stderr, flush=True)
+                process.stdin.write(json.dumps(row) + "\n")
+                process.stdin.flush()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
 
 
 async def report(engine: EngineProcess, reporter: Reporter) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from rollsync.rollout.cli import main
 from rollsync.rollout.live_numbers import TokenLags, live_numbers
-from rollsync.rollout.server import report
+from rollsync.rollout.server import report, wandb_child
 from rollsync.rollout.server.report import Reporter
 
 MANIFEST = {"tensors": [{"name": "w", "dtype": "float32", "shape": [1]}]}
@@ -73,30 +73,31 @@ def test_both_outputs_have_the_same_numbers() -> None:
     assert len({(n.metric, *n.labels.values()) for n in numbers}) == len({n.key for n in numbers}) == len(numbers)
 
 
-@pytest.mark.parametrize("fault", ["begin", "log", "hang"])
-def test_a_broken_wandb_is_one_warning(fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "CLOSE_S", 0.2)
+@pytest.mark.parametrize("child", ["raise SystemExit(3)", "import time; time.sleep(60)"])
+def test_a_child_that_ends_or_hangs_holds_up_nobody(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "CLOSE_S", 0.3)
+    reporter = Reporter([sys.executable, "-c", child])
+    reporter.start({})
+    began = time.monotonic()
+    for _ in range(report.WAITING_ROWS * 100):
+        reporter.add(live_numbers({}, TokenLags()))
+    reporter.close()
+    assert time.monotonic() - began < 5 and reporter._process is not None and reporter._process.returncode
 
+
+@pytest.mark.parametrize("broken", ["begin", "log"])
+def test_a_broken_wandb_is_one_warning(broken: str, capsys: pytest.CaptureFixture[str]) -> None:
     class Run:
         def log(self, row: Any) -> None:
-            if fault == "hang":
-                time.sleep(5)
             raise RuntimeError("the disk is full")
 
     def begin(config: Any) -> Any:
-        if fault == "begin":
+        if broken == "begin":
             raise OSError("no network")
         return Run()
 
-    reporter = Reporter(begin)
-    reporter.start({})
-    began = time.monotonic()
-    for _ in range(report.WAITING_ROWS * 2):
-        reporter.add(live_numbers({}, TokenLags()))
-    reporter.close()
-    assert time.monotonic() - began < 2
-    told = capsys.readouterr().err
-    assert told.count("warning: nothing more is reported to wandb") == (0 if fault == "hang" else 1)
+    assert wandb_child.log_rows(["{}", "{}", "{}"], begin) == 1
+    assert capsys.readouterr().err.count("warning: nothing more is reported to wandb") == 1
 
 
 def test_a_wandb_that_is_not_there_is_said_at_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,7 @@ def test_a_wandb_that_is_not_there_is_said_at_start(capsys: pytest.CaptureFixtur
 
 
 def test_a_server_reports_to_wandb_offline(serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a stand-in for the package, in the server's own process; its rows are those of /metrics."""
+    """Through a stand-in for the package; its rows are those of /metrics."""
     (tmp_path / "wandb.py").write_text(
         "import json, os\n"
         "class Settings(dict):\n    pass\n"
