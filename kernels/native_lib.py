@@ -183,6 +183,18 @@ class NativeLibrary:
         self._lib.rs_take(_CODES[values.dtype], dtype, layout, dst, values.data_ptr(), n, k, row0, rows, col0, cols, first, width, out)
         return out[0], out[1]
 
+    def copy(self, target: Tensor, values: Tensor, first: int, width: int) -> tuple[int, int]:
+        """Copy `values` to `target`, and `digest` what is written, in one pass over memory and past the caches.
+
+        Args:
+            target, values: [rows, cols], contiguous, of equal dtype; or float32 into bfloat16, rounded to nearest.
+        """
+        out = (c_uint64 * 2)()
+        rows, cols = values.shape
+        codes = _CODES[values.dtype], _CODES[target.dtype]
+        self._lib.rs_take(*codes, 3, target.data_ptr(), values.data_ptr(), rows, cols, 0, rows, 0, cols, first, width, out)
+        return out[0], out[1]
+
     def run(self, ops: Any, begin: int, end: int, step: Step, threads: int) -> None:
         """Run ops [begin, end) on one step; the GIL is released meanwhile."""
         self._lib.rs_run(ops, begin, end, ctypes.byref(step), threads, omp_parallel() if threads > 1 else 0)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boxes import Box
 from .control import HttpControl, UpdateControl, UpdateError
-from .digest import box_digest, combine
+from .digest import combine
+from .fill import Fill, fill
 from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, plan
 from .ranks import Alone, Ranks, agree, together
 from .ranks import DistRanks as DistRanks
@@ -61,7 +61,7 @@ class WeightSender:
         bucket_bytes: size of one message; a rank holds two.
         token: bearer token of the control routes.
         options: passed to every open: mode, apply, kv_policy, deadline_s, refuse_nonfinite, ...
-        digest: digest of a box; a faster one than plain torch may be given.
+        fill: copies and digests a piece; where the engine's kernels are compiled, `rollout.engine.weight_digest.fast_fill()` is faster.
         folder: where "disk" writes: a folder that engines see under the same name.
     """
 
@@ -75,7 +75,7 @@ class WeightSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         token: str | None = None,
         timeout_s: float = 60.0,
-        digest: Callable[[Tensor, Box, tuple[int, ...]], int] = box_digest,
+        fill: Fill = fill,
         folder: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -89,7 +89,7 @@ class WeightSender:
         self._engines = [HttpControl(e, token, timeout_s) if isinstance(e, str) else e for e in given]
         self._source, self._ranks = source, ranks or Alone()
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
-        self._bucket_bytes, self._digest, self._options = bucket_bytes, digest, options
+        self._bucket_bytes, self._fill, self._options = bucket_bytes, fill, options
         # One thread per engine: its calls keep their order, and no engine waits for another.
         self._lanes = {e.address: ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollsync-send") for e in self._engines}
 
@@ -224,8 +224,8 @@ class WeightSender:
                 values = next(pieces)
                 dtype = TORCH_DTYPES[tensor.dtype]
                 target = _typed(buffer, dtype, piece.start, piece.box.elements).view(piece.box.length)
-                target.copy_(values)
-                parts[tensor.name] = combine([parts.get(tensor.name, 0), self._digest(target, piece.box, tensor.shape)])
+                part = self._fill(target, values, piece.box, tensor.shape)
+                parts[tensor.name] = combine([parts.get(tensor.name, 0), part])
             for engine in self._engines:
                 self._transport.start(engine, bucket, index)
             flying[index] = [

@@ -26,7 +26,10 @@ class TensorMeta:
 
 
 class WeightSource(Protocol):
-    """Weights of one trainer rank. `metadata` moves nothing; iteration yields (name, values of the next box) in its order."""
+    """Weights of one trainer rank. `metadata` moves nothing; iteration yields (name, values of the next box) in its order.
+
+    Values may be of another dtype than the metadata says: the sender casts them.
+    """
 
     def metadata(self) -> list[TensorMeta]: ...
 
@@ -47,7 +50,7 @@ class TensorSource:
 
     Args:
         tensors: by Hugging Face name; of tied names give one.
-        dtype: cast to it on the way; None keeps each tensor's own.
+        dtype: to send them in; None keeps each tensor's own.
         rank: of this trainer process.
     """
 
@@ -66,8 +69,7 @@ class TensorSource:
         for name, tensor in self._tensors.items():
             box = held_box(tensor, self._rank)
             if box is not None and box.elements:
-                local = _local(tensor).detach()
-                yield name, local if self._dtype is None else local.to(self._dtype)
+                yield name, _local(tensor).detach()  # cast as it is copied, so that no second copy of it is made
 
 
 class ModuleSource(TensorSource):

@@ -103,6 +103,17 @@ inline void transpose16(const char* src, int64_t src_bytes, char* dst, int64_t d
 }
 #endif
 
+// memcpy past the caches
+inline void copy_streamed(char* dst, const char* src, int64_t bytes) {
+  int64_t i = std::min(bytes, (int64_t)(-(uintptr_t)dst % 64));
+  memcpy(dst, src, (size_t)i);
+  for (; i + 64 <= bytes; i += 64) {
+    _mm256_stream_si256((__m256i*)(dst + i), _mm256_loadu_si256((const __m256i*)(src + i)));
+    _mm256_stream_si256((__m256i*)(dst + i + 32), _mm256_loadu_si256((const __m256i*)(src + i + 32)));
+  }
+  memcpy(dst + i, src + i, (size_t)(bytes - i));
+}
+
 // Calls tile(row, col, block, lane) for what of a slice lies in whole tiles of 16 lanes by 16 words, one(row, col, block, lane) for
 // every other element. Rows and columns count from the slice's corner.
 template <class T, class Tile, class One>

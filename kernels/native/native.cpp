@@ -256,27 +256,30 @@ void rs_digest(int dtype, const void* src, int64_t ld, int64_t rows, int64_t col
 }
 
 // rs_digest, and the piece written to [row0 + rows, col0 + cols] of a weight [n, k], in one pass over `src`, whose rows follow each
-// other. layout: 0 packed, 1 packed and interleaved, 2 plain rows. dtypes as in rs_digest, of the weight 0 or 1: equal, or float32
-// into bfloat16 (rounded to nearest even).
+// other. layout: 0 packed, 1 packed and interleaved, 2 plain rows, 3 likewise, with the digest of what is written instead of what came.
+// dtypes as in rs_digest: equal, or float32 into bfloat16 (rounded to nearest even). Plain rows may be float16.
 void rs_take(int src_dtype, int dtype, int layout, void* dst, const void* src, int n, int k, int row0, int rows, int col0, int cols, uint64_t first,
              uint64_t width, uint64_t* out) {
   bool cast = src_dtype != dtype;
-  int64_t src_bytes = (int64_t)cols * (src_dtype ? 4 : 2), dst_item = dtype ? 4 : 2;
+  int64_t src_bytes = (int64_t)cols * (src_dtype == 1 ? 4 : 2), dst_item = dtype == 1 ? 4 : 2;
   std::unique_ptr<bf16[]> rounded(cast ? new bf16[(int64_t)16 * cols] : nullptr);
   for (int r = 0, count; r < rows; r += count) {  // strips that stay in the cache, cut where those of packed weights begin
     count = std::min(16 - (row0 + r) % 16, rows - r);
     const char* strip = (const char*)src + r * src_bytes;
-    rs_digest(src_dtype, strip, cols, count, cols, first + (uint64_t)r * width, width, out);
+    auto digest = [&](int of) { rs_digest(of, strip, cols, count, cols, first + (uint64_t)r * width, width, out); };
+    if (layout != 3) digest(src_dtype);
     if (cast) {
       round_bits((const uint32_t*)strip, rounded.get(), (int64_t)count * cols);
       strip = (const char*)rounded.get();
     }
-    if (layout == 2)
+    if (layout == 3) digest(dtype);
+    if (layout >= 2)
       for (int i = 0; i < count; i++)
-        memcpy((char*)dst + ((int64_t)(row0 + r + i) * k + col0) * dst_item, strip + i * cols * dst_item, (size_t)(cols * dst_item));
+        copy_streamed((char*)dst + ((int64_t)(row0 + r + i) * k + col0) * dst_item, strip + i * cols * dst_item, cols * dst_item);
     else
       rs_pack(dtype, dst, strip, cols, n, k, layout == 1, row0 + r, count, col0, cols);
   }
+  _mm_sfence();  // streamed lines are there for other threads now
 }
 
 // Ops [begin, end) of a program on one step, in one parallel region. `parallel` is GOMP_parallel of the OpenMP runtime that

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.weights import NativeWeights, Weights
 from ...weight_sync.boxes import Box
-from ...weight_sync.digest import box_digest
 from ...weight_sync.manifest import Manifest, TensorEntry
 from ...weight_sync.receiver import inspect as inspect_plain
 from ..models.config import DecoderConfig
 from ..models.params import hf_shapes, is_ignored, param_specs, plan, tied_name
+from .weight_digest import Inspect, native_inspect
 
 
 class ParamTarget:
@@ -58,7 +57,7 @@ class ParamTarget:
             _, param, row, col = kept[0]
             place = box.offset[0] * shape[1] + box.offset[1]
             return weights.take(param, row, col, values, place, shape[1], shadow=self._staged)
-        found: tuple[int, int] = self._inspect(values, box, shape)
+        found = self._inspect(values, box, shape)
         if kept:
             cast = values.to(weights.dtype)
             for part, param, row, col in kept:
@@ -117,20 +116,9 @@ def tie_problems(cfg: DecoderConfig, digests: dict[str, int]) -> list[str]:
     return problems
 
 
-def inspector(weights: Weights) -> Any:
-    """Digest and finite check by the library the weights are packed with; plain torch without one."""
-    if not isinstance(weights, NativeWeights):
-        return inspect_plain
-    library = weights.library
-
-    def inspect(values: Tensor, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-        if len(box.length) == 1:
-            return library.digest(values.view(1, -1), box.offset[0], 0)
-        if len(box.length) != 2:
-            return inspect_plain(values, box, shape)
-        return library.digest(values, box.offset[0] * shape[1] + box.offset[1], shape[1])
-
-    return inspect
+def inspector(weights: Weights) -> Inspect:
+    """Digest and finite check by the library the weights are packed with; without kernels if there is none."""
+    return native_inspect(weights.library) if isinstance(weights, NativeWeights) else inspect_plain
 
 
 def live_digests(cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1) -> dict[str, int]:
@@ -138,12 +126,12 @@ def live_digests(cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size
 
     What every rank holds whole counts on rank 0 only, so that ranks' values add up (modulo 2**64).
     """
-    found = {}
+    inspect, found = inspector(weights), {}
     for name, shape in hf_shapes(cfg).items():
         (w,) = plan(cfg, name, tp_rank, tp_size)
         if tp_rank and (w.rows * w.cols == 0 or w.rows * w.cols == torch.Size(shape).numel()):
             continue
         part = weights.read(w.param)[w.dst_row : w.dst_row + w.rows]
         box = Box((w.src_row,), (w.rows,)) if len(shape) == 1 else Box((w.src_row, w.src_col), (w.rows, w.cols))
-        found[name] = box_digest(part, box, shape)
+        found[name] = inspect(part, box, shape)[0]
     return found

@@ -9,8 +9,10 @@ import msgpack
 import pytest
 import torch
 from rollsync.kernels.native_lib import available_builds, load_build
+from rollsync.rollout.engine.weight_digest import fast_fill
 from rollsync.weight_sync.boxes import Box, tiling_faults
 from rollsync.weight_sync.digest import box_digest, combine, tensor_digest
+from rollsync.weight_sync.fill import fill
 from rollsync.weight_sync.manifest import ALIGN_BYTES, DTYPE_BYTES, Manifest, ManifestError, TensorEntry, TensorSlice, plan
 from rollsync.weight_sync.reshard import plan_reshard
 
@@ -193,3 +195,15 @@ def test_a_digest_sees_what_goes_wrong_on_the_way(dtype: torch.dtype) -> None:
     found = [tensor_digest(f.contiguous()) for f in faults]
     assert tensor_digest(x) not in found and len(set(found)) == len(found)
     assert tensor_digest(x.view(6, -1)) == tensor_digest(x), "places are row-major, whatever the shape"
+
+
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (7,), (70000,), (900, 577), (3, 40, 30)])
+def test_a_piece_is_copied_cast_and_digested(shape: tuple[int, ...], sent: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollsync.weight_sync.fill.BLOCK_BYTES", 4096)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    box = Box((1, *(0,) * (len(shape) - 1)), (shape[0] - 1, *shape[1:])) if shape else Box((), ())
+    target = torch.empty(box.length, dtype=sent)
+    for way in (fill, fast_fill()):
+        digest = way(target.zero_(), x[box.slices()], box, shape)
+        assert torch.equal(target, x[box.slices()].to(sent)) and digest == box_digest(target, box, shape)
