@@ -25,6 +25,7 @@ from .checkpoint_layout import INDEX, MARKER, PARTIAL, SHARD_BYTES, FileLayout, 
 from .digest import box_digest, combine
 from .manifest import DTYPE_BYTES, TensorEntry
 from .ranks import Alone, Ranks, agree, together
+from .receiver import TORCH_DTYPES
 from .sources import WeightSource
 
 Digest = Callable[[Tensor, Box, tuple[int, ...]], int]
@@ -145,7 +146,7 @@ def _write_mine(
             if file.name not in handles:
                 handles[file.name] = os.open(scratch / (file.name + PARTIAL), os.O_WRONLY | os.O_CLOEXEC)
             box, entry = boxes[name].pop(0), shapes[name]
-            local = values.detach().to("cpu").contiguous()
+            local = values.detach().to("cpu", TORCH_DTYPES[entry.dtype]).contiguous()
             raw = local.view(-1).view(torch.uint8).numpy().data
             _write_box(handles[file.name], raw, box, entry, start)
             parts[name] = combine([parts.get(name, 0), digest(local, box, entry.shape)])

@@ -147,7 +147,7 @@ class WeightSender:
     def _sync_folder(self, disk: DiskTransport, version: int | None, options: dict[str, Any], began: float) -> SyncReport:
         """Write once, and have every engine read that."""
         self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)), lead=True)
-        written = disk.write(self._source, self._ranks, version, self._digest)
+        written = disk.write(self._source, self._ranks, version)
         wrote = time.perf_counter()
         body = {"version": version, "transport": disk.told(written), **options}
         ids: dict[str, str] = {}
