@@ -38,13 +38,13 @@ class Groups:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.num_ranks = 1
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
 
     @property
     def backend(self) -> str:
-        return "nccl" if self._device.type == "cuda" else "gloo"
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def _replace(self, name: str, entry: _Entry | None) -> bool:
         """Put `entry` in a name's place; what was there is torn down. True if there was something."""
@@ -101,7 +101,7 @@ class Groups:
                 layout = layout or (None if rank else "native")
             else:
                 layout = "native"
-            device = self._device if self._device.type == "cuda" else None
+            device = self.device if self.device.type == "cuda" else None
             group = form(
                 store, rank, world_size, backend=backend or self.backend, device=device, timeout_s=timeout_s, layout=layout, gone=gone
             )

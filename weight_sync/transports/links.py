@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
+
 from ..manifest import Bucket
 from ..names import TRANSPORTS
 from .disk import DiskLink
 from .groups import CollectiveLink, Groups
-from .ipc import MappedBuffers, host_device
+from .ipc import MappedBuffers
 
 
 class LinkError(ValueError):
@@ -49,15 +51,16 @@ class BodyLink:
 
 
 class IpcLink:
-    """Memory of each sender, mapped at open."""
+    """Memory of each sender, mapped at open. What several offer alike is mapped once."""
 
-    def __init__(self, offers: Any) -> None:
+    def __init__(self, offers: Any, device: torch.device) -> None:
         if not isinstance(offers, list) or not offers:
             raise LinkError("transport.offers must hold one offer per sender")
         self._mapped: list[MappedBuffers] = []
         try:
-            for offer in offers:
-                self._mapped.append(MappedBuffers(offer, host_device()))
+            for number, offer in enumerate(offers):
+                first = offers.index(offer)
+                self._mapped.append(MappedBuffers(offer, device) if first == number else self._mapped[first])
         except BaseException:
             self.close()
             raise
@@ -75,7 +78,7 @@ class IpcLink:
 
     def close(self) -> None:
         mapped, self._mapped = self._mapped, []
-        for one in mapped:
+        for one in {id(m): m for m in mapped}.values():
             one.close()
 
 
@@ -95,7 +98,7 @@ def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[in
     if name == "http":
         return BodyLink()
     if name == "ipc":
-        return IpcLink(transport.get("offers"))
+        return IpcLink(transport.get("offers"), groups.device if groups is not None else torch.device("cpu"))
     if name == "disk" and "files" in transport:  # what CheckpointFolder.link made; callers name a folder, and it is checked first
         return DiskLink(transport)
     if name == "collective" and groups is not None and bucket is not None:
