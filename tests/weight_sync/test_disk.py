@@ -456,3 +456,20 @@ def test_a_writer_at_work_is_left_alone(tmp_path: Path) -> None:
     go_on.set()
     slow.join(10)
     assert {f.name for f in tmp_path.iterdir()} == {"slow", "quick"}
+
+
+def test_every_rank_reads_what_it_keeps(models: dict[str, Path], tmp_path: Path) -> None:
+    """Two processes share the model; what is refused leaves both as they were."""
+    tensors = perturbed(tensors_of(models["tied"]), 2)
+    folder = write_folder(tmp_path / "new", TensorSource(tensors), files_from=models["tied"])
+    with Engine(str(models["tied"]), tp=2, weights_root=str(tmp_path), **OPTIONS) as engine:
+        before = sample(engine)
+        engine.control.load_folder("new", apply="staged")
+        assert (sample(engine), engine.control.digests()) == fresh(folder)
+        old = write_folder(tmp_path / "old", TensorSource(tensors_of(models["tied"])))
+        os.truncate(old / SINGLE, 1000)
+        with pytest.raises(UpdateRefused):
+            engine.control.load_folder("old")
+        write_folder(tmp_path / "again", TensorSource(tensors_of(models["tied"])))
+        engine.control.load_folder("again", bucket_bytes=20_000)
+        assert sample(engine) == before

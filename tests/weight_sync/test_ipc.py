@@ -88,6 +88,22 @@ def test_memory_that_could_be_cut_off_under_its_reader_is_not_mapped() -> None:
         buffers.close()
 
 
+def test_each_of_several_senders_has_memory_of_its_own() -> None:
+    before, senders = held(), [SharedBuffers() for _ in range(3)]
+    for rank, buffers in enumerate(senders):
+        buffers.prepare(100)
+        buffers.buffer(1)[:1] = bytes([rank])  # type: ignore[index]
+    link = IpcLink([b.offer() for b in senders], torch.device("cpu"))
+    for rank in (2, 0, 1):
+        assert bytes(link.view(Bucket(rank, 0, 1, ()), {"offset": senders[rank]._offset(1)})) == bytes([rank])
+    with pytest.raises(ValueError, match="sender 3 offered no memory"):
+        link.view(Bucket(3, 0, 1, ()), {"offset": 0})
+    for buffers in senders:
+        buffers.close()
+    link.close()
+    assert held() == before
+
+
 class Driver:
     """What a GPU driver knows, beyond any process."""
 
