@@ -28,7 +28,6 @@ from .results import (
     Sample,
     Score,
     StreamItem,
-    abort_call,
     detokenize_call,
     get,
     reattach_call,
@@ -39,6 +38,7 @@ from .results import (
     tokenize_call,
 )
 from .transport import CALLS_PER_POOL, Settings, check_protocol, checked, sent, silence
+from .verbs import AsyncControlVerbs, ControlVerbs, needs_of
 
 __all__ = [
     "AsyncRolloutClient",
@@ -58,7 +58,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class RolloutClient:
+class RolloutClient(ControlVerbs):
     """Blocking client of one server. Threads may share it.
 
     Args:
@@ -70,7 +70,7 @@ class RolloutClient:
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 3600.0) -> None:
         self._settings = Settings(base_url.rstrip("/"), api_key, timeout_s)
         self._http = httpx.Client(**self._settings.options())
-        self._checked_version = False
+        self._server: dict[str, Any] | None = None
 
     def close(self) -> None:
         self._http.close()
@@ -87,10 +87,15 @@ class RolloutClient:
         except httpx.HTTPError as error:
             raise self._settings.lost(error) from error
 
-    def _handshake(self) -> None:
-        if not self._checked_version:
-            check_protocol(self.version())
-            self._checked_version = True
+    def _handshake(self, needs: str = "rollouts") -> None:
+        """ProtocolMismatch if the server speaks another protocol, or lacks what is needed. It is asked once."""
+        server = self._server or self.version()
+        check_protocol(server, needs)
+        self._server = server
+
+    def _verb(self, call: Call[T]) -> T:
+        self._handshake(needs_of(call))
+        return self._do(call)
 
     def _do(self, call: Call[T], accept: tuple[int, ...] = (), **kw: Any) -> T:
         return call.parse(self._call(call.method, call.path, accept, **sent(call), **kw))
@@ -174,13 +179,6 @@ class RolloutClient:
         """What the model's chat template makes of lists of messages."""
         return self._do(render_call(chats, variables))
 
-    def abort(self, **which: Any) -> dict[str, Any]:
-        """End calls by `request_id=`, `group=`, `session=` or `all=True`; their own replies carry the partial outputs."""
-        return self._do(abort_call(which))
-
-    def status(self) -> dict[str, Any]:
-        return self._do(get("/v1/engine/status"))
-
     def version(self) -> dict[str, Any]:
         return self._do(get("/version"))
 
@@ -206,14 +204,14 @@ class RolloutClient:
         return None if health["ready"] else str(health.get("reason"))
 
 
-class AsyncRolloutClient:
+class AsyncRolloutClient(AsyncControlVerbs):
     """`RolloutClient` for asyncio: the same methods, awaited. Any number of calls at once."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 3600.0) -> None:
         self._settings = Settings(base_url.rstrip("/"), api_key, timeout_s)
         self._pools: list[httpx.AsyncClient] = []
         self._num_calls = 0
-        self._checked_version = False
+        self._server: dict[str, Any] | None = None
         self._checking = asyncio.Lock()
 
     async def close(self) -> None:
@@ -245,11 +243,15 @@ class AsyncRolloutClient:
         except httpx.HTTPError as error:
             raise self._settings.lost(error) from error
 
-    async def _handshake(self) -> None:
+    async def _handshake(self, needs: str = "rollouts") -> None:
         async with self._checking:
-            if not self._checked_version:
-                check_protocol(await self.version())
-                self._checked_version = True
+            server = self._server or await self.version()
+            check_protocol(server, needs)
+            self._server = server
+
+    async def _verb(self, call: Call[T]) -> T:
+        await self._handshake(needs_of(call))
+        return await self._do(call)
 
     async def _do(self, call: Call[T], accept: tuple[int, ...] = (), **kw: Any) -> T:
         return call.parse(await self._call(call.method, call.path, accept, **sent(call), **kw))
@@ -317,12 +319,6 @@ class AsyncRolloutClient:
 
     async def render(self, chats: Sequence[list[dict[str, Any]]], variables: dict[str, Any] | None = None) -> list[Rendered]:
         return await self._do(render_call(chats, variables))
-
-    async def abort(self, **which: Any) -> dict[str, Any]:
-        return await self._do(abort_call(which))
-
-    async def status(self) -> dict[str, Any]:
-        return await self._do(get("/v1/engine/status"))
 
     async def version(self) -> dict[str, Any]:
         return await self._do(get("/version"))

@@ -59,11 +59,13 @@ class Settings:
         return ServerUnreachable(f"{self.base_url}: {type(error).__name__}: {error}".rstrip(": "))
 
 
-def check_protocol(version: dict[str, Any]) -> None:
-    """ProtocolMismatch if the server of this `/version` speaks another one."""
+def check_protocol(version: dict[str, Any], needs: str | None = None) -> None:
+    """ProtocolMismatch if the server of this `/version` speaks another one, or lacks a capability."""
     spoken = version.get("protocol_version")
     if spoken != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"server speaks protocol {spoken}, this client {PROTOCOL_VERSION}: install the same rollsync on both sides")
+    if needs is not None and needs not in version.get("capabilities", ()):
+        raise ProtocolMismatch(f"server lacks {needs}: install the same rollsync on both sides")
 
 
 def silence(timeout_s: float) -> httpx.Timeout:

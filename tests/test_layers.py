@@ -18,13 +18,13 @@ LEAVES = ("rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/
 """shared by all of rollout; import only each other"""
 LAYERS = (
     ("trainer_adapters", "rollout/server"),
-    ("rollout/client.py", "rollout/transport.py", "rollout/results.py"),
+    ("rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"),
     ("rollout/engine",),
     ("rollout/models",),
     ("weight_sync", "kernels"),
 )
 """each may import itself and what stands below it, not its neighbour"""
-TOGETHER = {"rollout/client.py", "rollout/transport.py", "rollout/results.py"}
+TOGETHER = {"rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"}
 ONLY_IN = {
     "fastapi": ("rollout/server",),
     "starlette": ("rollout/server",),

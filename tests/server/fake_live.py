@@ -46,6 +46,9 @@ class FakeUpdates:
         self._chunks.add((sender, sequence))
         return fresh
 
+    def digests(self) -> dict[str, int]:
+        return {}
+
     def lost(self) -> None:
         return None
 
