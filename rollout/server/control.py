@@ -20,7 +20,7 @@ from ..errors import NotReady
 from ..wire import PROTOCOL_VERSION
 from .rollouts import RolloutService
 
-SOON_S = 0.3
+SOON_S = 0.4
 """after which a call answers that what it asked for is pending"""
 ABORT_S = 600.0
 """how long that may be"""

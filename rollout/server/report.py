@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from ..errors import ConfigError
@@ -30,7 +30,7 @@ def check_report_to(name: str | None) -> None:
     """ConfigError if it cannot be reported there."""
     if name not in (None, "none", "wandb"):
         raise ConfigError(f"--report-to must be wandb or none, got {name!r}")
-    if name == "wandb" and importlib.util.find_spec("wandb") is None:
+    if name == "wandb" and find_spec("wandb") is None:
         raise ConfigError("--report-to wandb needs the package wandb: pip install 'rollsync[wandb]'")
 
 

@@ -18,7 +18,7 @@ import pytest
 from rollsync import RolloutClient
 from rollsync.rollout.cli import main
 from rollsync.rollout.errors import BadRequest, EngineDead, ServerUnreachable, ShuttingDown
-from rollsync.rollout.server.engine_client import Snapshot, liveness
+from rollsync.rollout.server.snapshot import Snapshot, liveness
 
 FOREVER = {"max_tokens": 4000}
 Until = Callable[..., None]

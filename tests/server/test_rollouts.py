@@ -272,7 +272,8 @@ def test_many_calls_at_once_are_not_capped(server: Any) -> None:
             while (await client.status())["calls_in_flight"] < 150:
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
-            assert (await client.abort(all=True))["samples"] == 150
+            ended = await client.abort(all=True)
+            assert ended["samples"] == 150 or ended["pending"]
             results = await asyncio.gather(*calls)
             assert {r.results[0].samples[0].finish_reason for r in results} == {"abort"}
 
