@@ -74,6 +74,13 @@ class Overloaded(RollsyncError):
     code = "overloaded"
 
 
+class VersionUnavailable(RollsyncError):
+    """The weights served are older than the `min_version` of a request that does not wait for newer ones; try again later."""
+
+    status = 503
+    code = "version_unavailable"
+
+
 class EngineDead(RollsyncError):
     """The engine process ended or stopped answering; the message holds its last words."""
 

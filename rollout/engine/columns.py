@@ -42,7 +42,13 @@ class Columns:
         self.spans: list[tuple[int, int, bool]] = []
         """(version, first output token, made on a KV cache of mixed versions)"""
         self.version = -1
-        """that of the last span; -1 makes the next token open one"""
+        """that of the last span; -1: the next token looks whether another begins"""
+
+    def open_span(self, version: int, mixed: bool) -> None:
+        """Tokens from here on are of this version; nothing new if those before are the like."""
+        self.version = version
+        if not self.spans or (self.spans[-1][0], self.spans[-1][2]) != (version, mixed):
+            self.spans.append((version, len(self.logprobs), mixed))
 
     def copy(self) -> Columns:
         new = Columns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 
 DTYPES = ("bfloat16", "float32")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "random", "dummy")
 
 
 def _power_of_two(x: int) -> bool:
@@ -93,7 +94,7 @@ class EngineConfig:
     tokenizer: str | None = None
     """where the tokenizer is, if not with the model"""
     load_format: str = "auto"
-    """auto, safetensors, gguf, or dummy (random weights from config.json)"""
+    """auto, safetensors, gguf, random (random weights from config.json), or dummy (none: nothing is served before a full update commits)"""
     dtype: str | None = None
     """bfloat16 or float32; default: the checkpoint's, float16 read as bfloat16"""
     max_model_len: int | None = None
@@ -106,6 +107,8 @@ class EngineConfig:
     """let ids be sampled that the tokenizer does not know: rows that pad the embedding to a round size"""
     seed: int | None = None
     """source of the seeds of unseeded requests; default: the system's entropy"""
+    default_pause_ttl_s: float | None = None
+    """seconds after which a pause that names no ttl_s ends by itself; default: never"""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
@@ -125,6 +128,9 @@ class EngineConfig:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
         if not 1 <= self.tp <= 16:
             raise ConfigError(f"tp must be in [1, 16], got {self.tp}")
+
+        if self.default_pause_ttl_s is not None and not 0 < self.default_pause_ttl_s < math.inf:
+            raise ConfigError(f"default_pause_ttl_s must be a finite number > 0, got {self.default_pause_ttl_s}")
 
     def resolve(self, *, checkpoint_dtype: str, model_context: int, kv_bytes_per_block: int, available_bytes: int) -> EngineConfig:
         """Fill every default that depends on the model and the machine.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
 from .folder_update import FolderUpdate
-from .lifecycle import DEFAULT_OWNER, SLEEP_OWNER, UPDATE_OWNER, Lifecycle, check_choice
-from .types import SampleOutput
+from .lifecycle import SLEEP_OWNER, UPDATE_OWNER, check_choice
+from .pauses import Pauses
 from .update_stats import CAUSES, UpdateStats
 from .weight_groups import GroupCalls
 
@@ -64,41 +64,15 @@ class Update:
         return {**shown, "bytes": self.nbytes, **self.report}
 
 
-@dataclass(slots=True)
-class Drain:
-    """A pause that waits for running requests."""
-
-    owner: str
-    expires_at: float | None
-    then: str
-    """keep or abort: what becomes of the rest at the deadline"""
-    report: dict[str, Any]
-    ids: set[str]
-    """requests that it waits for: those here when it began; later ones do not keep it from ending"""
-    reply: Callable[[dict[str, Any]], None] | None = None
-
-
-class Control:
+class Control(Pauses):
     """The verbs of one engine. `engine.control`."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine, self._clock = engine, clock
-        self.lifecycle = Lifecycle(clock)
+        super().__init__(engine, clock)
         self.update_stats = UpdateStats(clock)
         self.updates: dict[str, Update] = {}
         """the last ones, by id; at most one is open"""
         self.groups = GroupCalls(lambda: engine.runner.updates.groups)
-        self._drains: dict[str, Drain] = {}
-        """pauses that have not come to rest yet, by owner"""
-        self._outputs: list[SampleOutput] = []
-
-    # Facts
-
-    @property
-    def may_step(self) -> bool:
-        """Whether a step may run: also under a pause, if all who asked for it wait for running requests."""
-        why = self.lifecycle.why_not_running()
-        return why is None or (self.lifecycle.usable and self.lifecycle.leases.keys() <= self._drains.keys())
 
     @property
     def weights_root(self) -> str | None:
@@ -121,102 +95,22 @@ class Control:
         return {**update.status(), "phase": update.phase, **times, **self._engine.runner.updates.progress()}
 
     def next_deadline(self) -> float | None:
-        """Clock time at which `poll` has something to do even if nothing comes in."""
-        times = [lease.expires_at for lease in self.lifecycle.leases.values() if lease.expires_at is not None]
+        times = [super().next_deadline()]
         if self.lifecycle.update is not None:
             times.append(self.updates[self.lifecycle.update].expires_at)
-        times += [drain.expires_at for drain in self._drains.values() if drain.expires_at is not None]
-        return min(times, default=None)
-
-    def take_outputs(self) -> list[SampleOutput]:
-        """Final outputs that verbs brought about since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return min((t for t in times if t is not None), default=None)
 
     def poll(self) -> None:
         """Between two steps: end what is over."""
-        for lease in self.lifecycle.expire():
-            log.warning("the pause of %s expired after its ttl", lease.owner)
-            self.update_stats.leases_expired += 1
-        now = self._clock()
+        self.update_stats.leases_expired += self.expire_leases()
+        self.poll_drains()
         if self.lifecycle.update is not None:
             update = self.updates[self.lifecycle.update]
-            if now >= update.expires_at:
+            if self._clock() >= update.expires_at:
                 self.abort_update(update.id, f"deadline of {update.deadline_s:g} s passed", "deadline")
             else:
                 self._abort_lost()
-        for drain in list(self._drains.values()):
-            self._poll_drain(drain, now)
         self.update_stats.note_pause(self.lifecycle.paused)
-
-    # Scheduling
-
-    def pause(
-        self,
-        mode: str = "keep",
-        owner: str = DEFAULT_OWNER,
-        ttl_s: float | None = None,
-        timeout_s: float | None = None,
-        at_timeout: str = "abort",
-        reply: Callable[[dict[str, Any]], None] | None = None,
-    ) -> dict[str, Any]:
-        """Stop stepping; see design of the modes in docs/architecture.md. Returns what became of the requests.
-
-        Args:
-            mode: keep (they freeze with their KV), recompute (KV freed, prefilled again after), abort (they end with what they have),
-                drain (they finish first; "draining" is true in the reply, and `reply` gets the report once it is over).
-            ttl_s: the lease's life; None: until resumed.
-            timeout_s: how long a drain may take; then the rest is aborted or kept (`at_timeout`).
-        """
-        check_choice("at_timeout", at_timeout, ("abort", "keep"))
-        changed = self.lifecycle.pause(owner, mode, ttl_s)
-        if owner in self._drains:
-            self._end_drain(self._drains[owner], {"superseded": True})
-        report: dict[str, Any] = {"changed": changed, "mode": mode, "draining": False}
-        report |= dict.fromkeys(("aborted", "recomputed", "kept", "drained"), 0)
-        if mode == "drain" and self._engine.scheduler.has_work:
-            expires_at = None if timeout_s is None else self._clock() + timeout_s
-            report["before"] = self._engine.scheduler.counters["finished"]
-            self._drains[owner] = Drain(owner, expires_at, at_timeout, report, set(self._engine.scheduler.requests), reply)
-            return {**report, "draining": True}
-        report.update(self._come_to_rest(mode))
-        if reply is not None:
-            reply(report)
-        return report
-
-    def _come_to_rest(self, mode: str) -> dict[str, Any]:
-        scheduler = self._engine.scheduler
-        if mode == "abort":
-            outputs = self._engine.abort(all=True, reason="paused")
-            self._outputs += outputs
-            return {"aborted": len(outputs)}
-        if mode == "recompute":
-            count = len(scheduler.running)
-            return {"recomputed": count, "recompute_tokens": scheduler.preempt_all()}
-        return {"kept": len(scheduler.running), "queued": scheduler.num_waiting}
-
-    def _poll_drain(self, drain: Drain, now: float) -> None:
-        scheduler = self._engine.scheduler
-        over = drain.expires_at is not None and now >= drain.expires_at
-        if drain.owner not in self.lifecycle.leases:  # resumed meanwhile
-            self._end_drain(drain, {"resumed": True})
-        elif over:
-            self.lifecycle.leases[drain.owner].mode = drain.then  # what a commit finds of the requests it froze
-            self._end_drain(drain, self._come_to_rest(drain.then))
-        elif drain.ids.isdisjoint(scheduler.requests):
-            self._end_drain(drain, self._come_to_rest("keep"))
-
-    def _end_drain(self, drain: Drain, rest: dict[str, Any]) -> None:
-        del self._drains[drain.owner]
-        report = {**drain.report, **rest}
-        report["drained"] = self._engine.scheduler.counters["finished"] - report.pop("before")
-        if drain.reply is not None:
-            drain.reply(report)
-
-    def resume(self, owner: str | None = DEFAULT_OWNER) -> dict[str, Any]:
-        """Give back a lease; steps go on once no lease is left."""
-        changed = self.lifecycle.resume(owner)
-        return {"changed": changed, "running": self.lifecycle.why_not_running() is None, "reason": self.lifecycle.why_not_running()}
 
     # Memory
 
@@ -455,6 +349,7 @@ class Control:
         epoch = self.lifecycle.commit(update_id, update.version, full=mode == "full")
         tokens = self._engine.scheduler.new_epoch(epoch, keep_kv=keep_kv)
         self._engine.weight_version = update.version
+        self.release_held()
         self.lifecycle.release(self._update_owner(update))
         update.state = "committed"
         update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
@@ -486,11 +381,15 @@ class Control:
 
     def _settle_requests(self, update: Update) -> bool:
         """Apply the KV policy, or what a pause already decided. Returns whether running requests keep their KV."""
-        modes = [lease.mode for owner, lease in self.lifecycle.leases.items() if owner != self._update_owner(update)]
-        if modes:
-            return "keep" in modes
+        scheduler = self._engine.scheduler
+        too_old = scheduler.abort_samples(scheduler.lagging(update.version), "max_version_lag")
+        too_new = scheduler.abort([r for r in scheduler.begun() if (r.spec.min_version or 0) > update.version], "min_version")
+        self._outputs += too_old + too_new
+        update.report["outdated"] = len(too_old) + len(too_new)
+        if self.freezes:
+            return True  # what runs was frozen with its KV; other modes left nothing running
         if update.kv_policy == "abort":
-            outputs = self._engine.abort(all=True, reason="weight update")
+            outputs = scheduler.abort(scheduler.begun(), "weight update")
             self._outputs += outputs
             update.report["aborted"] = len(outputs)
         return update.kv_policy == "keep"

@@ -163,18 +163,21 @@ class Engine:
         Raises:
             BadRequest: an id outside the vocabulary, and so on; PromptTooLong: it can never fit.
             DuplicateRequest: its id is in flight. Overloaded: too many samples wait.
+            IllegalState: the weights are invalid; or the engine is paused or asleep, and the request does not wait.
+            VersionUnavailable: its `min_version` is not there, and it does not wait.
         """
         self._check_usable()
         rules = self._check(request)
         if request.request_id in self.scheduler.requests:
             raise DuplicateRequest(f"request_id {request.request_id!r} is still in flight; abort it or choose another id")
+        begins = self.control.admit(request)
         if not self.has_room(request.params.n):
             raise Overloaded(
                 f"{self.scheduler.num_waiting} samples wait and {request.params.n} more would exceed scheduler.max_waiting = "
                 f"{self.config.scheduler.max_waiting}; try again later"
             )
         seed = request.params.seed if request.params.seed is not None else self._entropy(64)
-        self.scheduler.add(Request(request, self.info, seed, self._stop_matcher, rules))
+        self.scheduler.add(Request(request, self.info, seed, self._stop_matcher, rules), hold=not begins)
 
     def abort(
         self,

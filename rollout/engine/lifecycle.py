@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BadRequest, IllegalState
+from ..errors import BadRequest, IllegalState, VersionUnavailable
 
 PAUSE_MODES = ("keep", "recompute", "abort", "drain")
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -35,6 +35,19 @@ class Lease:
     mode: str
     expires_at: float | None
     """by the lifecycle's clock; None: never"""
+    ttl_s: float | None = None
+
+
+def check_owner(owner: Any) -> None:
+    """BadRequest for what is no name."""
+    if not isinstance(owner, str) or not owner:
+        raise BadRequest(f"owner must be a non-empty string, got {owner!r}", field="owner")
+
+
+def check_ttl(ttl_s: Any) -> None:
+    """BadRequest for what is neither None nor a finite number of seconds > 0."""
+    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf):
+        raise BadRequest(f"ttl_s must be a finite number of seconds > 0 or null, got {ttl_s!r}", field="ttl_s")
 
 
 def is_own(owner: str) -> bool:
@@ -61,7 +74,7 @@ class Lifecycle:
 
     Args:
         clock: seconds, monotonic.
-        valid: False for weights that nobody loaded yet (`load_format=dummy`).
+        invalid: why the weights must not be used from the start (`load_format=dummy`).
     """
 
     def __init__(self, clock: Callable[[], float], *, version: int = 0, invalid: str | None = None) -> None:
@@ -118,11 +131,7 @@ class Lifecycle:
 
     def status(self) -> dict[str, Any]:
         """All three facts as one plain object."""
-        now = self._clock()
-        leases = [
-            {"owner": l.owner, "mode": l.mode, "expires_in_s": None if l.expires_at is None else max(0.0, l.expires_at - now)}
-            for l in self.leases.values()
-        ]
+        leases = [self._shown(lease) for lease in self.leases.values()]
         return {
             "scheduling": {"state": "paused" if leases else "running", "leases": leases},
             "memory": dict(self.memory),
@@ -137,6 +146,25 @@ class Lifecycle:
             "why_not_running": self.why_not_running(),
         }
 
+    def _shown(self, lease: Lease) -> dict[str, Any]:
+        left = None if lease.expires_at is None else max(0.0, lease.expires_at - self._clock())
+        return {"owner": lease.owner, "mode": lease.mode, "expires_in_s": left}
+
+    def admit(self, min_version: int | None = None, *, refuse: bool = False) -> bool:
+        """Whether a new request may begin with the next step; False: not before its version is there.
+
+        Raises:
+            IllegalState: the weights are invalid, so waiting may never end; or no step runs now, and `refuse`.
+            VersionUnavailable: the weights are older than `min_version`, and `refuse`.
+        """
+        if self.invalid is not None or (refuse and self.why_not_running() is not None):
+            raise self.illegal("generation")
+        if min_version is None or min_version <= self.version:
+            return True
+        if refuse:
+            raise VersionUnavailable(f"min_version is {min_version}, and version {self.version} is served: try again later")
+        return False
+
     def illegal(self, what: str) -> IllegalState:
         state = self.why_not_running() or "running"
         update = f"; update {self.update} is open" if self.update else ""
@@ -148,25 +176,36 @@ class Lifecycle:
         """Take a lease, or renew one's own. True if the owner had none.
 
         Raises:
-            BadRequest: an unknown mode, or a ttl that is no finite positive number.
+            BadRequest: an unknown mode, or a ttl that is no finite number > 0.
         """
         check_choice("mode", mode, PAUSE_MODES)
-        if not isinstance(owner, str) or not owner:
-            raise BadRequest(f"owner must be a non-empty string, got {owner!r}", field="owner")
+        check_owner(owner)
         if is_own(owner):
             raise BadRequest(f"owner {owner!r} stands for a lease of the engine's own: choose another name", field="owner")
-        if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf):
-            raise BadRequest(f"ttl_s must be a finite number of seconds > 0 or null, got {ttl_s!r}", field="ttl_s")
+        check_ttl(ttl_s)
         new = owner not in self.leases
-        self.leases[owner] = Lease(owner, mode, None if ttl_s is None else self._clock() + ttl_s)
+        self.leases[owner] = Lease(owner, mode, None if ttl_s is None else self._clock() + ttl_s, ttl_s)
         return new
 
+    def renew(self, owner: str, ttl_s: float | None = None) -> dict[str, Any]:
+        """Let a lease live for `ttl_s` from now (None: as it was given). Returns it. IllegalState if there is none."""
+        check_owner(owner)
+        check_ttl(ttl_s)
+        lease = self.leases.get(owner)
+        if lease is None or is_own(owner):
+            raise self.illegal(f"renewing the lease of {owner!r}, who has none,")
+        lease.ttl_s = lease.ttl_s if ttl_s is None else ttl_s
+        lease.expires_at = None if lease.ttl_s is None else self._clock() + lease.ttl_s
+        return self._shown(lease)
+
     def resume(self, owner: str | None = DEFAULT_OWNER) -> bool:
-        """Give back one owner's lease (None: all but the engine's own). True if there was one.
+        """Give back one owner's lease (None: all that callers took). True if there was one.
 
         Raises:
             IllegalState: the weights are torn: nothing may run on them; or the lease is the engine's own.
         """
+        if owner is not None:
+            check_owner(owner)
         owners = [owner] if owner is not None else [o for o in self.leases if not is_own(o)]
         held = [o for o in owners if o in self.leases]
         if held and (self._torn or is_own(held[0])):

@@ -189,6 +189,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "status": _status,
     "pause": _takes(_pause, "pause"),
     "resume": _controlled("resume"),
+    "renew_lease": _controlled("renew_lease"),
+    "revoke_lease": _controlled("revoke_lease"),
     "sleep": _controlled("sleep"),
     "wake": _controlled("wake"),
     "state": _controlled("status"),

@@ -322,6 +322,7 @@ class Planner:
         assert seq is self.running[-1]
         self.running.pop()
         self._leave(seq)
+        seq.columns.version = -1
         self.num_waiting += 1
         self.counters["preemptions"] += 1
         self._enqueue(seq)

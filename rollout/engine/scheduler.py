@@ -23,40 +23,61 @@ class Scheduler(Planner):
         super().__init__(info)
         self.requests: dict[str, Request] = {}
         """in flight, by id"""
+        self.held: dict[str, Request] = {}
+        """those of them that must not begin yet: waiting, and in no queue"""
         self._num_arrived = 0
         self._instant: list[Request] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return len(self.requests) > len(self.held)
 
-    def add(self, request: Request) -> None:
-        """Accept a request (checked by the caller). Its samples wait for their first step."""
+    def add(self, request: Request, *, hold: bool = False) -> None:
+        """Accept a request (checked by the caller). Its samples wait for their first step, or (`hold`) for `release`."""
         request.arrival = self._num_arrived
         pending, instant = request.pending, request.needs_no_step
-        first = None if instant else request.next_sequence()  # what may fail comes before what it would leave half done
+        first = None if instant or hold else request.next_sequence()  # what may fail comes before what it would leave half done
         self._num_arrived += 1
         self.requests[request.id] = request
         self.num_waiting += pending
         self.counters["prompt_tokens"] += len(request.prompt)
-        if first is None:
+        if hold:
+            self.held[request.id] = request
+        elif first is None:
             self._instant.append(request)
         else:
             self._enqueue(first)
 
+    def release(self, request: Request) -> None:
+        """Let a held request begin, at the place in the queue that it came to."""
+        del self.held[request.id]
+        if request.needs_no_step:
+            self._instant.append(request)
+        else:
+            self._enqueue(request.next_sequence())
+
     def abort(self, doomed: Iterable[Request], reason: str) -> list[SampleOutput]:
         """End every unfinished sample of some requests, in whatever state, with what it has so far."""
-        requests = list(doomed)
+        whole = {request.id: request for request in doomed}
+        return self._abort([seq for r in whole.values() for seq in r.sequences.values()], whole.values(), reason)
+
+    def abort_samples(self, doomed: Iterable[Sequence], reason: str) -> list[SampleOutput]:
+        """End single samples. If the one that prefills for others that have not begun is among them, those end too."""
+        sequences = list(doomed)
+        return self._abort(sequences, {seq.request.id: seq.request for seq in sequences}.values(), reason)
+
+    def _abort(self, sequences: Iterable[Sequence], requests: Iterable[Request], reason: str) -> list[SampleOutput]:
+        """End these samples, and those of `requests` that have not begun."""
         end = Ending("abort", abort_reason=reason)
         outputs: list[SampleOutput] = []
+        for seq in sequences:
+            if seq.slot >= 0:
+                self._leave(seq)
+            else:
+                self.num_waiting -= 1
+                self._num_dead += 1
+            self._close(seq, end, outputs)
         for request in requests:
-            for seq in list(request.sequences.values()):
-                if seq.slot >= 0:
-                    self._leave(seq)
-                else:
-                    self.num_waiting -= 1
-                    self._num_dead += 1
-                self._close(seq, end, outputs)
             self._close_pending(request, end, outputs)
         self.running = [seq for seq in self.running if seq.slot >= 0]
         if self._num_dead * 2 > len(self._waiting):
@@ -67,6 +88,18 @@ class Scheduler(Planner):
             self._instant = [request for request in self._instant if request.live]
         self.counters["aborted"] += len(outputs)
         return sorted(outputs, key=lambda output: (output.request_id, output.sample_index))
+
+    def begun(self) -> list[Request]:
+        """Requests that run or have tokens."""
+        return [r for r in self.requests.values() if any(seq.slot >= 0 or seq.columns.logprobs for seq in r.sequences.values())]
+
+    def lagging(self, version: int) -> list[Sequence]:
+        """Samples that no token of this weight version may be added to."""
+        asks = [r for r in self.requests.values() if r.spec.max_version_lag is not None]
+        return [
+            seq for r in asks for seq in r.sequences.values()
+            if seq.first_version is not None and version - seq.first_version > (r.spec.max_version_lag or 0)
+        ]  # fmt: skip
 
     def preempt_all(self) -> int:
         """Send every running sequence back to waiting, KV freed. Returns the tokens to be fed again."""
@@ -81,11 +114,13 @@ class Scheduler(Planner):
         with their KV, later tokens marked `mixed_kv`. Returns the tokens to be fed again."""
         assert self._flight is None, "between steps only"
         self.blocks.set_epoch(epoch)
-        if not keep_kv:
-            return self.preempt_all()
+        tokens = 0 if keep_kv else self.preempt_all()
         for seq in self.running:
             seq.columns.version = -1
-        return 0
+        for request in self.requests.values():
+            if request.prompt_logprobs is not None:
+                request.restart_prompt()
+        return tokens
 
     def take_instant(self) -> list[SampleOutput]:
         """Outputs of requests that were over before they began (max_tokens 0 and nothing to score), or that could not begin."""
@@ -199,8 +234,7 @@ class Scheduler(Planner):
     def _append_values(self, seq: Sequence, row: int, result: StepResult) -> None:
         columns = seq.columns
         if result.version != columns.version:
-            columns.version = result.version
-            columns.spans.append((result.version, len(columns.logprobs), seq.epoch != self.blocks.epoch))
+            columns.open_span(result.version, seq.epoch != self.blocks.epoch)
         columns.logprobs.append(result.logprobs[row])
         more = seq.request.more_columns
         if more:  # one by one, not by a loop over the names: this is done for every token
@@ -278,6 +312,7 @@ class Scheduler(Planner):
         request.live -= 1
         if request.live == 0:
             del self.requests[request.id]
+            self.held.pop(request.id, None)
 
     def _close_pending(self, request: Request, end: Ending, outputs: list[SampleOutput], like: Sequence | None = None) -> None:
         """End the samples that have not begun, with the values of `like` if given."""

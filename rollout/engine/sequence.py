@@ -150,6 +150,11 @@ class Request:
         values = self.prompt_logprobs
         return len(self.prompt) if values is None else self.spec.prompt_logprobs_start + len(values)
 
+    def restart_prompt(self) -> None:
+        """Forget the prompt's logprobs if no KV and no token stands behind them: other weights give all of them, not some."""
+        if self.prompt_logprobs and not any(seq.slot >= 0 or seq.columns.logprobs for seq in self.sequences.values()):
+            del self.prompt_logprobs[0 if self.spec.prompt_logprobs_start else 1 :]
+
     def next_sequence(self) -> Sequence:
         """The next of the n samples that has none yet."""
         seq = self.sequences[self.next_index] = Sequence(self, self.next_index)
@@ -220,6 +225,13 @@ class Sequence:
             self.matcher = self.request.new_matcher(self.request.given)
             if self.request.shared_columns is not None:
                 self.columns = self.request.shared_columns.copy()
+
+    @property
+    def first_version(self) -> int | None:
+        """Weight version of its first token; None before it has one."""
+        shared = self.request.shared_columns if not self.started else None
+        found = (shared or self.columns).spans
+        return found[0][0] if found else None
 
     def trim(self) -> None:
         """Cut the columns to the tokens that have all their values: what a fault amid a token's leaves.

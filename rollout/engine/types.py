@@ -11,6 +11,8 @@ from typing import Any
 from ..errors import BadRequest, show
 from .params import MAX_SAMPLES, SamplingParams, check_ids, check_integer, check_text
 
+ON_UNAVAILABLE = ("queue", "refuse")
+VERSION_LIMIT = (1 << 63) - 1
 INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
 
 
@@ -44,6 +46,12 @@ class RolloutRequest:
     """lower is admitted earlier and preempted later"""
     stream: bool = False
     """emit token deltas as they come, not only the final output"""
+    min_version: int | None = None
+    """oldest weights that may make its tokens: it waits until such a version is committed"""
+    max_version_lag: int | None = None
+    """a sample ends with abort_reason "max_version_lag" once the version served exceeds that of its first token by more than this"""
+    on_unavailable: str = "queue"
+    """queue: wait while the engine is paused or asleep, or for `min_version`; refuse: IllegalState or VersionUnavailable at once"""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -74,6 +82,12 @@ class RolloutRequest:
             raise BadRequest("score_only takes forced_token_ids, not continue_from", field="continue_from")
         if self.continue_from and self.forced_token_ids:
             raise BadRequest("give continue_from or forced_token_ids, not both", field="continue_from")
+        for name in ("min_version", "max_version_lag"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, VERSION_LIMIT, "an int in [0, 2**63) or null")
+        if self.on_unavailable not in ON_UNAVAILABLE:
+            allowed = " or ".join(ON_UNAVAILABLE)
+            raise BadRequest(f"on_unavailable must be {allowed}, got {show(self.on_unavailable)}", field="on_unavailable")
         for name in ("group", "session"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

@@ -110,7 +110,7 @@ class GgufCheckpoint:
         return self._gguf.tensors[name].nbytes
 
 
-class DummyCheckpoint:
+class RandomCheckpoint:
     """Random weights: norms that change nothing, the rest normal with deviation 0.02. A tensor depends on its name and shape alone."""
 
     def __init__(self, cfg: DecoderConfig) -> None:
@@ -133,7 +133,7 @@ def open_checkpoint(path: str | os.PathLike[str], load_format: str, cfg: Decoder
 
     Args:
         path: a model folder or a .gguf file.
-        load_format: "auto" (by what `path` is), "safetensors", "gguf" or "dummy".
+        load_format: "auto" (by what `path` is), "safetensors", "gguf", "random", or "dummy" (the shapes of one, never read).
 
     Raises:
         ConfigError: `path` holds no weights of that format.
@@ -141,15 +141,15 @@ def open_checkpoint(path: str | os.PathLike[str], load_format: str, cfg: Decoder
     path = Path(path)
     if load_format == "auto":
         load_format = "gguf" if path.suffix == ".gguf" else "safetensors"
-    if load_format == "dummy":
-        return DummyCheckpoint(cfg)
+    if load_format in ("random", "dummy"):
+        return RandomCheckpoint(cfg)
     if load_format == "gguf":
         if path.suffix != ".gguf":
             raise ConfigError(f"load_format gguf needs a .gguf file, got {path}")
         return GgufCheckpoint(path)
     if load_format == "safetensors":
         return SafetensorsCheckpoint(path)
-    raise ConfigError(f"load_format must be auto, safetensors, gguf or dummy, got {load_format!r}")
+    raise ConfigError(f"load_format must be auto, safetensors, gguf, random or dummy, got {load_format!r}")
 
 
 def checked_checkpoint(cfg: DecoderConfig, path: str | os.PathLike[str], load_format: str) -> Checkpoint:
@@ -185,7 +185,7 @@ def load_weights(
     tp_size: int = 1,
     progress: Progress | None = None,
 ) -> None:
-    """Write every local parameter of one rank, once and completely.
+    """Write every local parameter of one rank, once and completely; of `dummy` nothing: the first full update does.
 
     Raises:
         ConfigError: `path` has no such checkpoint, or `tp_size` does not divide the model.
@@ -193,6 +193,8 @@ def load_weights(
             shapes are checked before anything is written.
     """
     check_tp(cfg, tp_size, tp_rank)
+    if load_format == "dummy":
+        return
     checkpoint = checked_checkpoint(cfg, path, load_format)
     specs = param_specs(cfg, tp_size, tp_rank)
     written = dict.fromkeys(specs, 0)

@@ -35,6 +35,8 @@ CAPABILITIES = (
     "rollouts.deadline_s",
     "rollouts.detach_s",
     "rollouts.on_unavailable",
+    "rollouts.min_version",
+    "rollouts.max_version_lag",
     "rollouts.prompt_logprobs_start",
     "logprobs",
     "tokenize",
@@ -139,7 +141,8 @@ async def pause(service: RolloutService, patience_s: float, **args: Any) -> dict
         for ticket in list(service.in_flight.values()):
             ticket.mark_aborted("paused")
     report: dict[str, Any] = await service.engine.run("pause", args, patience_s)
-    return report
+    calls = {kind: sorted({i.rpartition("#")[0] for i in ids}) for kind, ids in report.get("request_ids", {}).items()}
+    return {**report, "request_ids": calls}
 
 
 async def abort(service: RolloutService, kind: str, value: Any, reason: str) -> dict[str, Any]:

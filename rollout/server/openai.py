@@ -127,6 +127,7 @@ class Call:
             stream="tokens" if request.stream else "",
             deadline_s=request.deadline_s,
             all_or_none=True,
+            **request.versions,
         )
 
     async def _samples(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:

@@ -6,7 +6,7 @@ A field that would change the reply and that we do not have is refused by name, 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.params import MAX_SAMPLES, U64, SamplingParams
@@ -31,6 +31,7 @@ from .checks import (
     text,
     token_ids,
 )
+from .protocol import VERSION_FIELDS, version_fields
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default, for completions only; a chat takes the room that is left"""
@@ -74,6 +75,8 @@ class OpenAIRequest:
     """what stands before sampling parameters in the body"""
     id_prefix: str = "cmpl-"
     """of the reply's id"""
+    versions: dict[str, Any] = field(default_factory=dict)
+    """those of VERSION_FIELDS that were given"""
 
     @property
     def needs_tokenizer(self) -> bool:
@@ -239,6 +242,7 @@ _COMMON_FIELDS = (
     Field("group", string, "name shared by calls that are aborted together"),
     Field("session", string, "name of the conversation or worker this belongs to, for abort"),
     Field("deadline_s", seconds, 'seconds until the rest ends with what there is and finish_reason "abort"'),
+    *VERSION_FIELDS,
 )
 
 COMPLETION_FIELDS = (
@@ -307,6 +311,7 @@ def common_fields(got: dict[str, Any]) -> dict[str, Any]:
         "session": got.get("session"),
         "priority": got.get("priority", 0),
         "deadline_s": got.get("deadline_s"),
+        "versions": version_fields(got),
     }
 
 

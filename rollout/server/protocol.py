@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.params import MAX_IDS, MAX_SAMPLES, SAMPLING_BOUNDS, SAMPLING_NAMES, U64, SamplingParams
+from ..engine.types import ON_UNAVAILABLE, VERSION_LIMIT
 from ..errors import BadRequest
 from ..fields import is_message
 from ..wire import is_array
@@ -51,8 +52,11 @@ _DETACH_DOC = (
     "GET /v1/rollouts/{id} re-attaches. A call that does not stream needs a request_id for that; of a stream the start event tells the id"
 )
 _UNAVAILABLE_DOC = (
-    '"queue": wait while the engine cannot serve for a moment (while it loads, 503 with Retry-After); "refuse": 409 at once'
+    '"queue": wait while the engine is paused or asleep, or for min_version (while it loads, 503 with Retry-After); "refuse": 409 at '
+    "once, and 503 with Retry-After for min_version. Weights that are invalid are 409 in any case"
 )
+_MIN_VERSION_DOC = "oldest weights that may make tokens; the call waits for them to be committed"
+_LAG_DOC = 'a sample ends with abort_reason "max_version_lag" once the version served exceeds that of its first token by more than this'
 
 
 @check({"anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["samples", "tokens"]}]})
@@ -63,10 +67,6 @@ def _stream(path: str, value: Any) -> str:
     if value not in ("samples", "tokens"):
         raise fail(path, 'true, false, "samples" or "tokens"', value)
     return str(value)
-
-
-def _later(*names: str) -> tuple[Field, ...]:
-    return tuple(Field(name, None) for name in names)
 
 
 TEXT_FIELDS = (
@@ -87,6 +87,13 @@ PROMPT_FIELDS = (
     Field("prompt_logprobs_start", _start, "overrides that of the call"),
 )
 
+VERSION_FIELDS = (
+    Field("on_unavailable", choice(*ON_UNAVAILABLE), _UNAVAILABLE_DOC, default="queue"),
+    Field("min_version", integer(0, VERSION_LIMIT, "an int in [0, 2**63)"), _MIN_VERSION_DOC),
+    Field("max_version_lag", integer(0, VERSION_LIMIT, "an int in [0, 2**63)"), _LAG_DOC),
+)
+"""of every call that samples or scores"""
+
 ENVELOPE_FIELDS = (
     Field("prompts", objects("Prompt", "prompts"), "one or more prompts", required=True),
     Field("n", integer(1, MAX_SAMPLES), "samples per prompt", default=1),
@@ -101,8 +108,7 @@ ENVELOPE_FIELDS = (
     Field("stream", _stream, _STREAM_DOC, default=False),
     Field("deadline_s", seconds, 'seconds until the rest ends with its partial output and abort_reason "deadline"'),
     Field("detach_s", number(0, 86400), _DETACH_DOC, default=0),
-    Field("on_unavailable", choice("queue", "refuse"), _UNAVAILABLE_DOC, default="queue"),
-    *_later("min_version", "max_version_lag"),
+    *VERSION_FIELDS,
 )
 
 
@@ -167,6 +173,8 @@ class RolloutCall:
     deadline_s: float | None
     detach_s: float = 0.0
     on_unavailable: str = "queue"
+    min_version: int | None = None
+    max_version_lag: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
     naming: Naming = Naming()
@@ -288,6 +296,11 @@ def _check_addressable(request_id: str) -> None:
         raise fail("request_id", f"with detach_s {words}", request_id)
 
 
+def version_fields(got: dict[str, Any]) -> dict[str, Any]:
+    """Those of VERSION_FIELDS that a body gives, for RolloutCall."""
+    return {f.name: got[f.name] for f in VERSION_FIELDS if f.name in got}
+
+
 def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
     """Check a decoded body of `POST /v1/rollouts`. BadRequest names the first field that is wrong."""
     _refuse_misplaced(body, ENVELOPE_FIELDS, "")
@@ -314,7 +327,7 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
         stream=got.get("stream", ""),
         deadline_s=got.get("deadline_s"),
         detach_s=got.get("detach_s", 0.0),
-        on_unavailable=got.get("on_unavailable", "queue"),
+        **version_fields(got),
         skip_special_tokens=got.get("skip_special_tokens", True),
         spaces_between_special_tokens=got.get("spaces_between_special_tokens", False),
     )

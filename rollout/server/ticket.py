@@ -243,6 +243,9 @@ class Ticket:
             session=self.call.session,
             priority=self.call.priority,
             stream=self.call.stream == "tokens",
+            on_unavailable=self.call.on_unavailable,
+            min_version=self.call.min_version,
+            max_version_lag=self.call.max_version_lag,
         )
         self.prompt_ids[i] = ids  # only now known to fit the reply's int32
         self.first_samples[i] = request.first_sample

@@ -31,7 +31,7 @@ from .checks import (
     text,
     token_ids,
 )
-from .protocol import TEXT_FIELDS, Naming, PromptSpec, RolloutCall, check_kind
+from .protocol import TEXT_FIELDS, VERSION_FIELDS, Naming, PromptSpec, RolloutCall, check_kind, version_fields
 from .replies import give, take, until_disconnect
 from .reply_schemas import ERROR, HEAD, IDS, IF_ALL_FAIL, SAMPLE
 from .rollouts import RolloutService
@@ -63,6 +63,7 @@ LOGPROBS_FIELDS = (
     Field("session", string, "name of the conversation or worker this belongs to, for abort"),
     Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", default=0),
     Field("deadline_s", seconds, 'seconds until the rest ends with abort_reason "deadline"'),
+    *VERSION_FIELDS,
 )
 _NAMING = Naming(
     "items",
@@ -112,6 +113,7 @@ def parse_logprobs(body: Any) -> RolloutCall:
         stream="",
         deadline_s=got.get("deadline_s"),
         naming=_NAMING,
+        **version_fields(got),
     )
 
 

@@ -55,7 +55,7 @@ ABORT_UPDATE_FIELDS = (Field("reason", string, "for the log and for whoever asks
 PAUSE_FIELDS = (
     Field("mode", choice(*PAUSE_MODES), "keep, recompute, abort or drain; default keep"),
     Field("owner", string, "whose lease; default operator"),
-    Field("ttl_s", seconds, "the lease expires after this; left out: never"),
+    Field("ttl_s", seconds, "the lease expires after this; left out: --default-pause-ttl-s, or never"),
     Field("timeout_s", seconds, "drain: how long it may take"),
     Field("at_timeout", choice("abort", "keep"), "drain: what becomes of the rest then; default abort"),
 )
@@ -302,7 +302,12 @@ COMPONENTS = {
         "What became of the requests.",
         Item("changed", BOOLEAN, "whether the owner had no lease before"),
         Item("mode", STRING),
-        *(Item(name, COUNT) for name in ("aborted", "recomputed", "kept", "drained")),
+        *(Item(name, COUNT, "samples") for name in ("aborted", "recomputed", "kept", "drained", "queued")),
+        Item("request_ids", OBJECT, "of calls, by kind: aborted, recomputed, kept, drained; not all of very many"),
+        Item("recompute_tokens", COUNT, "mode recompute: to feed again", always=False),
+        Item("draining", BOOLEAN, "always false here"),
+        Item("resumed", BOOLEAN, "drain: the lease was given back or expired before it was over", always=False),
+        Item("superseded", BOOLEAN, "drain: its owner paused anew before it was over", always=False),
     ),
     "Resumed": reply_schema("", Item("changed", BOOLEAN), Item("running", BOOLEAN), Item("reason", {"anyOf": [STRING, {"type": "null"}]})),
 }

@@ -198,7 +198,7 @@ def test_a_float16_checkpoint_through_the_hub_cache(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "mistral", "qwen3"])
-def test_dummy_weights_need_no_files_and_repeat(name: str, tmp_path: Path) -> None:
+def test_random_weights_need_no_files_and_repeat(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -206,7 +206,7 @@ def test_dummy_weights_need_no_files_and_repeat(name: str, tmp_path: Path) -> No
         Engine(str(tmp_path))
     outputs = []
     for _ in range(2):
-        with Engine(str(tmp_path), load_format="dummy", threads=1, num_blocks=8) as engine:
+        with Engine(str(tmp_path), load_format="random", threads=1, num_blocks=8) as engine:
             params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
             outputs.append(finals(engine, [RolloutRequest(request_id="x", prompt_token_ids=PROMPTS[2], params=params)])["x", 0])
     assert outputs[0].token_ids == outputs[1].token_ids

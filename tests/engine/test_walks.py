@@ -72,6 +72,9 @@ class FakeUpdates:
         self.live = (*self.live[:sequence], value, *self.live[sequence + 1 :])
         self._runner.weights = _hash(self.live)
 
+    def lost(self) -> str | None:
+        return None
+
     def missing(self) -> list[str]:
         return [f"t{i} is missing" for i in range(self.wanted, NUM_TENSORS)]
 

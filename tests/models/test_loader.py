@@ -68,15 +68,15 @@ def test_iterates_every_tensor_once(saved: Any) -> None:
         assert all(torch.equal(tensor, weights[n]) for n, tensor in seen)
 
 
-def test_dummy_weights_repeat_and_differ_by_tensor(saved: Any) -> None:
+def test_random_weights_repeat_and_differ_by_tensor(saved: Any) -> None:
     cfg = load_decoder_config(saved["qwen2"][0])
-    first, second = (dict(iter_checkpoint("nowhere", "dummy", cfg)) for _ in range(2))
+    first, second = (dict(iter_checkpoint("nowhere", "random", cfg)) for _ in range(2))
     assert {n: tuple(t.shape) for n, t in first.items()} == hf_shapes(cfg)
     assert all(torch.equal(first[n], second[n]) for n in first)
     assert (first["model.layers.0.input_layernorm.weight"] == 1).all()
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
     assert first["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.1)
-    load(saved["qwen2"][0], "dummy")
+    load(saved["qwen2"][0], "random")
 
 
 def changed(saved: Any, name: str, tmp_path: Path, **changes: torch.Tensor | None) -> Path:
@@ -119,7 +119,7 @@ def test_formats_that_do_not_fit_are_named(saved: Any, tmp_path: Path) -> None:
     cfg = load_decoder_config(folder)
     with pytest.raises(ConfigError, match=r"gguf needs a \.gguf file"):
         list(iter_checkpoint(folder, "gguf", cfg))
-    with pytest.raises(ConfigError, match="auto, safetensors, gguf or dummy, got 'pickle'"):
+    with pytest.raises(ConfigError, match="auto, safetensors, gguf, random or dummy, got 'pickle'"):
         list(iter_checkpoint(folder, "pickle", cfg))
     with pytest.raises(ConfigError, match=r"neither model\.safetensors"):
         list(iter_checkpoint(tmp_path, "auto", cfg))

@@ -56,10 +56,17 @@ class FakeControl:
     def pause(self, mode: str = "keep", owner: str = "operator", ttl_s: float | None = None, **rest: Any) -> dict[str, Any]:
         changed = self.lifecycle.pause(owner, mode, ttl_s)
         self.lifecycle.resume(owner)
-        return {"changed": changed, "mode": mode, "draining": False, "aborted": 0, "recomputed": 0, "kept": 0, "drained": 0}
+        counts = {"aborted": 0, "recomputed": 0, "kept": 0, "drained": 0, "queued": 0, "request_ids": {}}
+        return {"changed": changed, "mode": mode, "draining": False, **counts}
 
     def resume(self, owner: str = "operator") -> dict[str, Any]:
         return {"changed": self.lifecycle.resume(owner), "running": True, "reason": None}
+
+    def renew_lease(self, owner: str = "operator", ttl_s: float | None = None) -> dict[str, Any]:
+        return {"changed": True, "lease": self.lifecycle.renew(owner, ttl_s)}
+
+    def revoke_lease(self, owner: str) -> dict[str, Any]:
+        return self.resume(owner)
 
     def sleep(self, tags: list[str] | None = None, weights: str = "offload") -> dict[str, Any]:
         return {"changed": bool(self.lifecycle.plan_sleep(tags, weights)), "freed_bytes": {}}

@@ -72,19 +72,30 @@ class FakeUpdates:
 class FakeLive(FakeEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
+        self.config = config
         blocks = SimpleNamespace(reset_cache=lambda: 0)
         self.scheduler = SimpleNamespace(
-            requests={}, counters=Counter(), num_waiting=0, blocks=blocks, preempt_all=lambda: 0, new_epoch=lambda epoch, keep_kv: 0
-        )
+            requests={}, held={}, counters=Counter(), num_waiting=0, blocks=blocks, preempt_all=lambda: 0,
+            new_epoch=lambda epoch, keep_kv: 0, lagging=lambda version: [], abort_samples=lambda doomed, reason: [],
+            begun=lambda: list(self.scheduler.requests.values()), abort=self._abort_requests,
+        )  # fmt: skip
         self.control: Any = Control(self)  # type: ignore[arg-type]
         self.runner = SimpleNamespace(updates=FakeUpdates(self), sleep=lambda tag, keep: None, wake=lambda tag: None)
         self.weight_version = 0
         self._list()
 
     def _list(self) -> None:
-        self.scheduler.running = self._running
+        before, self.scheduler.requests = self.scheduler.requests, {}
+        for r in self._running:
+            rid = r.request.request_id
+            self.scheduler.requests[rid] = before.pop(rid, None) or SimpleNamespace(id=rid, live=1, spec=r.request)
+        for ended in before.values():
+            ended.live = 0
+        self.scheduler.running = [SimpleNamespace(request=request) for request in self.scheduler.requests.values()]
         self.scheduler.has_work = bool(self._running)
-        self.scheduler.requests = {r.request.request_id: r for r in self._running}
+
+    def _abort_requests(self, doomed: Any, reason: str) -> list[SampleOutput]:
+        return [output for request in list(doomed) for output in self.abort(request.id, reason=reason)]
 
     @property
     def has_work(self) -> bool:

@@ -37,7 +37,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}{{ flag }}"
 )
-FLAGS = ("--load-format", "dummy", "--num-blocks", "64", "--block-tokens", "4", "--threads", "1")
+FLAGS = ("--load-format", "random", "--num-blocks", "64", "--block-tokens", "4", "--threads", "1")
 IDS = [5, 6, 7, 8, 9]
 FOREVER = {"max_tokens": 4000, "extra_body": {"detokenize": False}}
 Until = Callable[..., None]
@@ -45,7 +45,7 @@ Until = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer whose BOS is added to text; the weights are dummies, so that most of what it says is no UTF-8."""
+    """A byte-level tokenizer whose BOS is added to text; the weights are random, so that most of what it says is no UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     path = tmp_path_factory.mktemp("models") / "tiny"

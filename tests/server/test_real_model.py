@@ -31,7 +31,7 @@ CONFIG = {
     "eos_token_id": 2,
 }
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-FLAGS = ("--load-format", "dummy", "--num-blocks", "64", "--block-tokens", "4", "--kernels", "reference", "--threads", "1")
+FLAGS = ("--load-format", "random", "--num-blocks", "64", "--block-tokens", "4", "--kernels", "reference", "--threads", "1")
 PARAMS = SamplingParams(n=3, seed=11, max_tokens=12, temperature=0.8)
 SCORED = ("model_logprobs", "temperature_logprobs")
 COLUMNS = ("model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
@@ -39,7 +39,7 @@ COLUMNS = ("model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json and a byte-level tokenizer; the weights are dummies."""
+    """config.json and a byte-level tokenizer; the weights are random."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     path = tmp_path_factory.mktemp("tiny")
@@ -64,7 +64,7 @@ def real(folder: Path, serving: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def in_process(folder: Path) -> Iterator[Engine]:
-    with Engine(str(folder), load_format="dummy", num_blocks=64, block_tokens=4, kernels="reference", threads=1) as engine:
+    with Engine(str(folder), load_format="random", num_blocks=64, block_tokens=4, kernels="reference", threads=1) as engine:
         yield engine
 
 

@@ -101,7 +101,7 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"prompts": []}, "prompts"),
     ({"prompts": [1]}, "prompts[0]"),
     (body([1], foo=1), "foo"),
-    (body([1], min_version=3), "min_version"),
+    (body([1], min_version=-3), "min_version"),
     (body([1], deadline_s=-1), "deadline_s"),
     (body([1], n=0), "n"),
     (body([1], n=True), "n"),

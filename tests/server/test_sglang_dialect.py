@@ -178,7 +178,7 @@ def test_aborted_requests_reply_with_what_they_have_and_names_are_whole(http: ht
     meta = found["req-1"]["meta_info"]
     assert meta["finish_reason"] == {"type": "abort", "message": "aborted by request"}
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == len(found["req-1"]["output_ids"])
-    assert server.running() == 3
+    until(lambda: server.running() == 3)
     assert http.post("/abort_request", json={"rid": "req"}).json()["rids"] == ["req_0", "req_1"]
     assert http.post("/abort_request", json={"abort_all": True}).json()["success"]
     for thread in threads:

@@ -96,7 +96,7 @@ def test_the_engine_makes_rules_and_mask_of_a_call_once(monkeypatch: pytest.Monk
     shared = SamplingParams(n=2, max_tokens=3, allowed_token_ids=tuple(range(20, 60)), seed=1)
     other = SamplingParams(max_tokens=3, allowed_token_ids=(9,), seed=1)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with Engine(str(tmp_path), load_format="dummy", num_blocks=32, threads=1) as engine:
+    with Engine(str(tmp_path), load_format="random", num_blocks=32, threads=1) as engine:
         for i in range(4):
             engine.add_request(RolloutRequest(request_id=f"a{i}", prompt_token_ids=(i + 1,), params=shared.varied(seed=i)))
         assert made == ["Rules"]
