@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def live(serving: Any, folders: list[Path]) -> Iterator[Any]:
-    with serving(*FLAGS, model=str(folders[0]), factory=None) as found:
+    with serving(*FLAGS, "--weights-root", str(folders[0].parent), model=str(folders[0]), factory=None) as found:
         yield found
 
 
@@ -211,6 +211,15 @@ def test_discarded_weights_are_refused_until_all_of_them_came(live: Any, http: h
     trainer.sync(tensors_of(folders[0]))
     assert http.post("/wake_up?tags=kv_cache").json()["status"] == "awake"
     assert served(http) == fresh(folders[0])
+
+
+def test_a_folder_is_loaded_by_one_call(http: httpx.Client, folders: list[Path]) -> None:
+    for folder in reversed(folders):
+        before = http.get("/weight_info").json()["version"]
+        assert http.post("/update_weights", json={"weight_dir": str(folder)}).json()["version"] == before + 1
+        assert served(http) == fresh(folder)
+    outside = http.post("/update_weights", json={"weight_dir": str(folders[0].parent.parent)})
+    assert (outside.status_code, outside.json()["error"]["param"]) == (400, "weight_dir")
 
 
 WEIGHTS_REFUSED: list[tuple[str, Any, str]] = [

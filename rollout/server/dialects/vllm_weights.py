@@ -229,7 +229,10 @@ async def _receive(engine: EngineProcess, update_id: str, tensors: list[dict[str
 
 async def _load_folder(request: Request, folder: str) -> Response:
     engine = service_of(request).engine
-    done = await engine.aside(f"folder {OWNER}", "open_folder", DEFAULT_UPDATE_S + 60.0, folder=folder, commit=True, owner=OWNER)
+    try:
+        done = await engine.aside(f"folder {OWNER}", "open_folder", DEFAULT_UPDATE_S + 60.0, folder=folder, commit=True, owner=OWNER)
+    except BadRequest as error:
+        raise type(error)(str(error).replace("transport.folder", "weight_dir"), field="weight_dir") from None
     return reply(request, {"message": "Weights updated", "status": "ok", "version": done["version"]})
 
 
