@@ -129,6 +129,8 @@ def _add_serve(commands: Any) -> None:
     group.add_argument("--served-model-name", metavar="NAME", default=argparse.SUPPRESS, help=text)
     text = "wandb: seconds, bytes, stall and age of weight updates, and version lag of tokens, go there too (as its WANDB_ variables say)"
     group.add_argument("--report-to", metavar="NAME", default=argparse.SUPPRESS, help=text)
+    text = "take pickles of tensor handles on SGLang's /update_weights_from_tensor; nothing but handles is read of them"
+    group.add_argument("--allow-tensor-pickle", action="store_true", default=argparse.SUPPRESS, help=text)
     group.add_argument("--engine-factory", default=None, help=argparse.SUPPRESS)
     add_config_flags(parser)
 

@@ -319,6 +319,22 @@ class Control(Pauses):
                 return {name: f"{value:016x}" for name, value in found.items()}
         raise IllegalState("the weights changed while their digests were taken, three times: try again")
 
+    def weight_values(self, name: str, rows: int) -> dict[str, Any]:
+        """The first rows of a live tensor by its checkpoint name, as "values" (nested lists), and its "shape"; from any thread.
+
+        Raises:
+            IllegalState: the weights are not there. ValueError: the model has no tensor of this name.
+        """
+        if self.lifecycle.memory["weights"] != "resident":
+            raise self.lifecycle.illegal("reading weights")
+        found = self._engine.runner.updates.values(name, rows)
+        shape = found["shape"]
+        values = [[0.0] * (shape[1] if len(shape) == 2 else 1) for _ in range(min(rows, shape[0]))]
+        for row, col, piece in found["pieces"]:
+            for i, part in enumerate(piece):
+                values[row + i][col : col + len(part)] = part
+        return {"shape": shape, "values": values if len(shape) == 2 else [v for (v,) in values]}
+
     def find_update(self, update_id: str) -> Update:
         """Raises UnknownUpdate for an id that is unknown or forgotten."""
         if update_id not in self.updates:

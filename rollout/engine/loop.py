@@ -212,6 +212,7 @@ ASIDE = {
     "join_group": "groups.join",
     "leave_group": "groups.leave",
     "groups": "groups.status",
+    "weight_values": "weight_values",
 }
 """methods of `Control` that may wait or take long, or must not wait for a step: they run on a lane beside the engine's thread"""
 

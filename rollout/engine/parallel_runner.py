@@ -209,6 +209,10 @@ class RankUpdates:
                 parts.setdefault(name, []).append(digest)
         return {name: combine(values) for name, values in parts.items()}
 
+    def values(self, name: str, rows: int) -> dict[str, Any]:
+        found = self._ranks.call("values", [name, rows], lambda: self._own.values(name, rows), timeout_s=WEIGHTS_TIMEOUT_S)
+        return {"shape": found[0]["shape"], "pieces": [piece for one in found for piece in one["pieces"]]}
+
 
 def _joined(found: list[list[str]]) -> list[str]:
     """Problems of all ranks, those of several once; those of some only with the rank in front."""

@@ -102,6 +102,13 @@ class UpdatesLike(Protocol):
     def digests(self) -> dict[str, int]:
         """Of the live weights, by checkpoint name, in the engine's dtype; from any thread."""
 
+    def values(self, name: str, rows: int) -> dict[str, Any]:
+        """The first rows of a live tensor: its "shape", and "pieces" (first row, first column, rows of values); from any thread.
+
+        Raises:
+            ValueError: the model has no tensor of this name.
+        """
+
 
 class Runner(Protocol):
     """Executes step plans. One rank, or the front of several."""

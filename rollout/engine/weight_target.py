@@ -135,3 +135,25 @@ def live_digests(cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size
         box = Box((w.src_row,), (w.rows,)) if len(shape) == 1 else Box((w.src_row, w.src_col), (w.rows, w.cols))
         found[name] = inspect(part, box, shape)[0]
     return found
+
+
+def live_values(cfg: DecoderConfig, weights: Weights, name: str, rows: int, tp_rank: int = 0, tp_size: int = 1) -> dict[str, Any]:
+    """The first rows of a checkpoint tensor in use, of what of it this rank holds.
+
+    Returns:
+        "shape" of the whole tensor, and "pieces": (first row, first column, rows of values); a vector is a column.
+
+    Raises:
+        ValueError: the model has no tensor of this name.
+    """
+    held = tied_name(cfg, name) or name
+    shape = hf_shapes(cfg).get(held)
+    if shape is None:
+        raise ValueError(f"name must be a tensor of this model, got {name[:200]!r}")
+    pieces = []
+    for w in plan(cfg, held, tp_rank, tp_size):
+        whole = weights.read(w.param)
+        end = w.dst_row + max(0, min(w.rows, rows - w.src_row))
+        part = whole.reshape(whole.shape[0], -1)[w.dst_row : end, w.dst_col : w.dst_col + w.cols]
+        pieces.append((w.src_row, w.src_col, part.float().tolist()))
+    return {"shape": list(shape), "pieces": pieces}

@@ -13,7 +13,7 @@ from ...weight_sync.receiver import Receiver
 from ...weight_sync.transports.groups import Groups
 from ...weight_sync.transports.links import Link, make_link
 from ..models.config import DecoderConfig
-from .weight_target import ParamTarget, live_digests, manifest_problems, missing_tensors, tie_problems
+from .weight_target import ParamTarget, live_digests, live_values, manifest_problems, missing_tensors, tie_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class WeightUpdates:
             return problems
         target = ParamTarget(self._cfg, self._weights, staged=staged, tp_rank=self._rank, tp_size=self._size)
         receiver = Receiver(first, target)
-        link = make_link(transport, self.groups, receiver.bucket)
+        link = make_link(transport, self.groups, receiver.bucket, self._rank)
         target.cover(first.tensors)
         self._open = _Open(update_id, receiver, target, link)
         return []
@@ -125,3 +125,6 @@ class WeightUpdates:
 
     def digests(self) -> dict[str, int]:
         return live_digests(self._cfg, self._weights, self._rank, self._size)
+
+    def values(self, name: str, rows: int) -> dict[str, Any]:
+        return live_values(self._cfg, self._weights, name, rows, self._rank, self._size)

@@ -80,6 +80,7 @@ class Worker:
             "commit": updates.commit,
             "abort": updates.abort,
             "digests": updates.digests,
+            "values": updates.values,
             "join_group": self._join_group,
             "leave_group": updates.groups.leave,
             "sleep": runner.sleep,

@@ -218,6 +218,7 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     served_model_name: str | None = None,
     audit: AuditLog | None = None,
+    allow_tensor_pickle: bool = False,
 ) -> FastAPI:
     """The application over one engine process. It starts and stops nothing."""
     handlers: dict[Any, Handler] = {RollsyncError: _on_error, HTTPException: _on_http_error, ClientGone: _on_client_gone}
@@ -225,6 +226,7 @@ def create_app(
     app.state.service = RolloutService(engine, text)
     app.state.bodies = BodyRoom(max_body_bytes, max(BODIES_BYTES, 4 * max_body_bytes))
     app.state.served_model_name = served_model_name
+    app.state.allow_tensor_pickle = allow_tensor_pickle
     app.state.started = int(time.time())
     app.state.version_names = VersionNames()
     app.state.vllm = VllmState()

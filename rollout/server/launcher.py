@@ -47,6 +47,8 @@ class ServeOptions:
     """wandb: the numbers of live weights go there too"""
     served_model_name: str | None = None
     """name of the model on OpenAI's routes; its path or id, and the last part of that, are names too"""
+    allow_tensor_pickle: bool = False
+    """take pickles of tensor handles on SGLang's /update_weights_from_tensor; nothing but handles is read of them"""
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
@@ -150,7 +152,14 @@ class Launcher:
         self._audit = AuditLog()
         self._reporter = Reporter() if options.report_to == "wandb" else None
         app = create_app(
-            self._engine, TextService(config), self._access, version, options.max_body_bytes, options.served_model_name, self._audit
+            self._engine,
+            TextService(config),
+            self._access,
+            version,
+            options.max_body_bytes,
+            options.served_model_name,
+            self._audit,
+            options.allow_tensor_pickle,
         )
         limit, kept = connection_limit(), 0
         if len(self._sockets) > 1:

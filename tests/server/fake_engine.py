@@ -16,7 +16,15 @@ from typing import Any
 from rollsync.rollout.engine.config import EngineConfig
 from rollsync.rollout.engine.lifecycle import Lifecycle
 from rollsync.rollout.engine.types import RolloutRequest, SampleOutput
-from rollsync.rollout.errors import BadRequest, DuplicateRequest, PromptTooLong, UnknownUpdate, UnsupportedModel, UpdateRefused
+from rollsync.rollout.errors import (
+    BadRequest,
+    DuplicateRequest,
+    IllegalState,
+    PromptTooLong,
+    UnknownUpdate,
+    UnsupportedModel,
+    UpdateRefused,
+)
 from rollsync.weight_sync.manifest import Manifest, ManifestError
 
 CRASH = 99
@@ -44,8 +52,11 @@ class _Running:
 class FakeControl:
     """Checks what it is asked as the real one does, and gives a lease back at once: nobody's calls stand still."""
 
+    weights_root = None
+
     def __init__(self) -> None:
         self.lifecycle = Lifecycle(time.monotonic)
+        self.groups = FakeGroups()
 
     def status(self) -> dict[str, Any]:
         return {**self.lifecycle.status(), "update": None}
@@ -74,7 +85,7 @@ class FakeControl:
     def wake(self, tags: list[str] | None = None) -> dict[str, Any]:
         return {"changed": bool(self.lifecycle.plan_wake(tags)), "asleep": [], "running": True, "reason": None}
 
-    def open_update(self, manifest: Any, **rest: Any) -> Any:
+    def open_update(self, manifest: Any = None, **rest: Any) -> Any:
         try:
             Manifest.from_wire(manifest)
         except ManifestError as error:
@@ -87,6 +98,24 @@ class FakeControl:
     update_status = commit_update = abort_update = extend_update = take_chunk = find_update
 
     def digests(self) -> dict[str, str]:
+        return {}
+
+    def weight_values(self, name: str, rows: int) -> Any:
+        raise BadRequest("a fake engine has no weights", field="name")
+
+
+class FakeGroups:
+    """There is nobody to meet."""
+
+    def bind(self, name: str, **rest: Any) -> Any:
+        raise IllegalState("a fake engine joins no group")
+
+    join = bind
+
+    def leave(self, name: str) -> dict[str, Any]:
+        return {"changed": False}
+
+    def status(self) -> dict[str, Any]:
         return {}
 
 

@@ -32,6 +32,9 @@ OPEN = {"/", "/health", "/health/live", "/health/ready", "/version", "/ready", "
 SGLANG_CONTROL = {
     *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache", "/release_memory_occupation"),
     *("/resume_memory_occupation", "/update_weight_version", "/post_process_weights"),
+    *("/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"),
+    *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk"),
+    *("/weights_checker", "/get_weights_by_name"),
 }
 READS = {"/v1/engine/status"}
 VLLM_CONTROL = {

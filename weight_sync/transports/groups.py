@@ -160,10 +160,11 @@ class CollectiveLink:
     Args:
         groups: by sender.
         bucket: what is known of a chunk (Receiver.bucket); raises ChunkError for one that is not.
+        first: the sequence number of the first bucket that is broadcast.
     """
 
-    def __init__(self, groups: list[Group], bucket: Callable[[int, int], Bucket]) -> None:
-        self._lines = [_Line(group, sender, bucket) for sender, group in enumerate(groups)]
+    def __init__(self, groups: list[Group], bucket: Callable[[int, int], Bucket], first: int = 0) -> None:
+        self._lines = [_Line(group, sender, bucket, first) for sender, group in enumerate(groups)]
 
     def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
         if not 0 <= bucket.sender < len(self._lines):
@@ -183,10 +184,10 @@ class CollectiveLink:
 class _Line:
     """What comes from one sender."""
 
-    def __init__(self, group: Group, sender: int, bucket: Callable[[int, int], Bucket]) -> None:
+    def __init__(self, group: Group, sender: int, bucket: Callable[[int, int], Bucket], first: int) -> None:
         self.group, self._sender, self._bucket = group, sender, bucket
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=group.device)] * 2
-        self._next = 0
+        self._next = first
         self._ahead: tuple[Tensor, Any] | None = None
         """bucket `_next`, if its reception has begun"""
         self._waiting = False

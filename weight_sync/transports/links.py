@@ -9,9 +9,11 @@ import torch
 
 from ..manifest import Bucket
 from ..names import TRANSPORTS
+from .collective import Group
 from .disk import DiskLink
 from .groups import CollectiveLink, Groups
 from .ipc import MappedBuffers
+from .torch_handles import bytes_of
 
 
 class LinkError(ValueError):
@@ -82,12 +84,47 @@ class IpcLink:
             one.close()
 
 
-def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[int, int], Bucket] | None = None) -> Link:
+class MixedLink:
+    """Every chunk says for itself how it comes: {"data"}, the next broadcast of a {"group"}, or {"handles"} of shared tensors, by rank.
+
+    For trainers that name tensors as they send them, and may send some over one group and some over another.
+    """
+
+    def __init__(self, groups: Groups, bucket: Callable[[int, int], Bucket], rank: int) -> None:
+        self._groups, self._bucket, self._rank = groups, bucket, rank
+        self._body = BodyLink()
+        self._line: tuple[Group, int, CollectiveLink] | None = None
+        """the group that chunks come over, the number of the next, and its receiving end"""
+
+    def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
+        if "group" in where:
+            return self._receive(bucket, self._groups.get(where["group"]))
+        if "handles" in where:
+            return bytes_of(where["handles"][self._rank], bucket)
+        return self._body.view(bucket, where)
+
+    def _receive(self, bucket: Bucket, group: Group) -> memoryview:
+        line = self._line
+        if line is None or line[:2] != (group, bucket.sequence):
+            line = group, bucket.sequence, CollectiveLink([group], self._bucket, bucket.sequence)
+        self._line = group, bucket.sequence + 1, line[2]
+        return line[2].view(bucket, where={})
+
+    def lost(self) -> str | None:
+        return None  # a group that is left between two chunks has brought all that was named
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line[2].close()
+
+
+def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[int, int], Bucket] | None = None, rank: int = 0) -> Link:
     """The receiving end of `{"name", "offers"}`; None means the bytes come with the chunks.
 
     Args:
         groups: those this rank is in, for `collective`: `{"name", "group"}` of the only sender, or an offer `{"group"}` of each.
         bucket: what is known of a chunk, by sender and sequence; raises ChunkError for one that is not.
+        rank: of the engine's ranks.
 
     Raises:
         LinkError (or another ValueError of the transport): it cannot be set up.
@@ -103,6 +140,8 @@ def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[in
         return DiskLink(transport)
     if name == "collective" and groups is not None and bucket is not None:
         return CollectiveLink([groups.get(group) for group in _group_names(transport)], bucket)
+    if name == "mixed" and groups is not None and bucket is not None:
+        return MixedLink(groups, bucket, rank)
     raise LinkError(f"transport.name must be one of {', '.join(TRANSPORTS)}, got {name!r}")
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ...engine.lifecycle import MEMORY_TAGS
-from ...errors import BadRequest, IllegalState, NotReady, RollsyncError
+from ...errors import BadRequest, IllegalState, RollsyncError
 from .. import control
 from ..checks import Field, boolean, choice, names, read, seconds, text
 from ..openai import served_names
@@ -174,7 +174,7 @@ async def flush_cache(request: Request, state: SglangState) -> Message:
     if wait_s > MAX_FLUSH_S:
         raise BadRequest(f"timeout must be at most {MAX_FLUSH_S:g} seconds, got {wait_s:g}", field="timeout")
     end = time.monotonic() + wait_s
-    while (await state.state())["scheduling"]["state"] != "paused" and (busy := await _is_busy(service)):
+    while state.state()["scheduling"]["state"] != "paused" and (busy := await _is_busy(service)):
         if time.monotonic() >= end:
             raise IllegalState(f"the cache is flushed only when idle or paused: {busy}")
         await asyncio.sleep(FLUSH_POLL_S)
@@ -236,8 +236,8 @@ def _asks(
     return wrap
 
 
-async def _current(state: SglangState) -> str:
-    return state.version_text((await state.state())["weights"]["version"])
+def _current(state: SglangState) -> str:
+    return state.version_text(state.state()["weights"]["version"])
 
 
 @_asks("/model_info", "/get_model_info")
@@ -251,7 +251,7 @@ async def model_info(request: Request) -> Response:
         "served_model_name": served_names(service, request.app.state.served_model_name)[0],
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": await _current(state_of(request)),
+        "weight_version": _current(state_of(request)),
         "has_image_understanding": False,
         "has_audio_understanding": False,
         "max_context_length": info.get("max_model_len"),
@@ -262,7 +262,7 @@ async def model_info(request: Request) -> Response:
 @_asks("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
     """What the weights that are served are called."""
-    return reply(request, {"weight_version": await _current(state_of(request))})
+    return reply(request, {"weight_version": _current(state_of(request))})
 
 
 @_asks("/get_server_info")
@@ -270,7 +270,7 @@ async def server_info(request: Request) -> Response:
     """Settings and load, where SGLang's have them."""
     service = service_of(request)
     info, stats = service.engine.snapshot.info, service.engine.snapshot.stats
-    tp = int(info.get("tp", 1))
+    tp = service.engine.config.tp
     found = {
         "model_path": service.model,
         "tokenizer_path": service.engine.config.tokenizer or service.model,
@@ -282,7 +282,7 @@ async def server_info(request: Request) -> Response:
         "dtype": info.get("dtype"),
         "context_length": info.get("max_model_len"),
         "max_total_num_tokens": int(info.get("num_blocks", 0)) * int(info.get("block_tokens", 0)),
-        "weight_version": await _current(state_of(request)),
+        "weight_version": _current(state_of(request)),
         "version": f"rollsync {request.app.version}",
         "internal_states": [stats],
     }
@@ -302,38 +302,20 @@ async def loads(request: Request) -> Response:
 
 @_asks("/ready", gives="Ready", needs="open", also={503: "Ready"})
 async def ready(request: Request) -> Response:
-    """200 if a request would be served now, 503 with the reason otherwise: also while the engine is paused."""
-    service = service_of(request)
-    found, status = control.ready(service)
-    if status == 200:
-        reason = await _why_not_running(service)
-        if reason is not None:
-            found, status = {"ready": False, "reason": reason}, 503
-    return reply(request, found, status)
-
-
-async def _why_not_running(service: RolloutService) -> str | None:
-    """Why the engine stands still, in its own words; None if it does not."""
-    state = await service.engine.command("state")
-    weights, leases = state["weights"], state["scheduling"]["leases"]
-    asleep = [tag for tag, where in state["memory"].items() if where != "resident"]
-    if not weights["valid"]:
-        return f"the weights are invalid ({weights['reason']})"
-    if asleep:
-        return f"asleep: {', '.join(asleep)}"
-    return f"paused by {', '.join(sorted(lease['owner'] for lease in leases))}" if leases else None
+    """As /health/ready: 503 also while the engine is paused."""
+    return reply(request, *control.ready(service_of(request)))
 
 
 @_asks("/health_generate", gives="Ready", also={503: "Ready"})
 async def health_generate(request: Request) -> Response:
-    """200 once a token has really been made; while the engine is paused or asleep, once its thread has answered. 503 otherwise."""
+    """200 once a token has really been made; of an engine that is paused or asleep, as /health. 503 otherwise."""
     service = service_of(request)
-    found, status = control.ready(service)
-    if status == 200 and await _why_not_running(service) is None:
+    found, status = control.health(service)
+    if found["ready"]:
         try:
             async with asyncio.timeout(HEALTH_S):
                 await _one_token(service)
-        except (TimeoutError, NotReady) as error:
+        except (TimeoutError, RollsyncError) as error:
             found, status = {"ready": False, "reason": f"no token within {HEALTH_S:g} s {error}".strip()}, 503
     return reply(request, found, status)
 

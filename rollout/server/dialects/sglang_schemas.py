@@ -13,6 +13,16 @@ from .sglang_control import (
     POST_PROCESS_FIELDS,
 )
 from .sglang_protocol import GENERATE_FIELDS, SAMPLING_FIELDS
+from .sglang_weights import (
+    BEGIN_FIELDS,
+    CHECKER_FIELDS,
+    DESTROY_FIELDS,
+    DISK_FIELDS,
+    DISTRIBUTED_FIELDS,
+    GET_FIELDS,
+    INIT_FIELDS,
+    TENSOR_FIELDS,
+)
 
 _ROW = {"type": "array", "minItems": 3, "maxItems": 3, "items": {"type": ["number", "string", "null"]}}
 """[logprob, id, text]"""
@@ -59,12 +69,24 @@ COMPONENTS: dict[str, Schema] = {
     "SglangAbort": object_schema(ABORT_FIELDS),
     "SglangMemory": object_schema(MEMORY_FIELDS),
     "SglangPostProcess": object_schema(POST_PROCESS_FIELDS),
+    "SglangInitGroup": object_schema(INIT_FIELDS),
+    "SglangDestroyGroup": object_schema(DESTROY_FIELDS),
+    "SglangBegin": object_schema(BEGIN_FIELDS),
+    "SglangDistributed": object_schema(DISTRIBUTED_FIELDS),
+    "SglangTensors": object_schema(TENSOR_FIELDS),
+    "SglangDisk": object_schema(DISK_FIELDS),
+    "SglangChecker": object_schema(CHECKER_FIELDS),
+    "SglangGet": object_schema(GET_FIELDS),
     "SglangDone": reply_schema(
         "What was done.",
         Item("success", BOOLEAN, "true"),
         Item("message", STRING),
         Item("status", STRING, "ok, of pause and continue", always=False),
         Item("rids", array(STRING), "of /abort_request: those ended", always=False),
+        Item("num_paused_requests", COUNT, "of /update_weights_from_disk", always=False),
+        Item("parameter", array({}), "of /get_weights_by_name: nested lists", always=False),
+        Item("ranks", array(OBJECT), "of /weights_checker checksum: digests by tensor name", always=False),
+        Item("per_engine_checksum", STRING, "of /weights_checker checksum: their sum", always=False),
     ),
     "SglangFailure": reply_schema(
         "What could not be done.", Item("success", BOOLEAN, "false"), Item("message", STRING), Item("error", ERROR, "by kind and field")

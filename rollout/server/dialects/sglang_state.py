@@ -1,8 +1,8 @@
 """What SGLang's routes remember between calls: the weight update they have open, and what versions were called.
 
 There an update is a row of calls with no beginning and no end of its own. Here it is a transaction that grows: it opens with the first
-bucket, if `/begin_weight_update` did not open it, and is committed by `/end_weight_update`, by `/continue_generation`, or, if nobody
-paused, by the bucket's own call.
+bucket, if `/begin_weight_update` did not open it, and is committed by `/end_weight_update`, by `/continue_generation`, or, without a
+`/pause_generation` before it, by the bucket's own call.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
 
 from ...errors import IllegalState, RollsyncError
+from .. import control
 from ..rollouts import RolloutService
 from .version_names import VersionNames, names_of
 
@@ -23,6 +24,8 @@ OWNER = "sglang"
 """of leases and updates"""
 COMMIT_S = 600.0
 """how long the engine may take for a commit, which waits for the step at hand"""
+GROUP_S = 300.0
+"""how long a group's ranks may take to meet, and a bucket to come"""
 
 
 @dataclass(slots=True)
@@ -35,19 +38,21 @@ class Session:
     text: str | None = None
     """what its version will be called"""
     tensors: int = 0
+    groups: set[str] = field(default_factory=set)
+    """those it was sent over"""
 
 
 class SglangState:
     """One server's. Calls that change weights take turns (`turn`)."""
 
     def __init__(self, service: RolloutService, names: VersionNames) -> None:
-        self._engine = service.engine
+        self._service, self._engine = service, service.engine
         self._turn = asyncio.Lock()
         self._names = names
         self._failed = False
         """a bucket was lost since generation last went on: what is committed next must be whole"""
         self.session: Session | None = None
-        self.snapshot: dict[str, int] | None = None
+        self.snapshot: dict[str, str] | None = None
         """digests by name, for /weights_checker"""
 
     # Versions
@@ -65,10 +70,9 @@ class SglangState:
         """Remember what a version is called; None takes back what it was called before."""
         self._names.call(version, text)
 
-    async def state(self) -> dict[str, Any]:
-        """The engine's own words about itself."""
-        found: dict[str, Any] = await self._engine.command("state")
-        return found
+    def state(self) -> dict[str, Any]:
+        """The engine's state as it last told it, which is before it answers the verb that changed it."""
+        return control.state(self._service)
 
     # Updates
 
@@ -76,16 +80,20 @@ class SglangState:
     async def turn(self) -> AsyncIterator[None]:
         """One call at a time; a session whose update ended by itself is forgotten first."""
         async with self._turn:
-            if self.session is not None and (await self.state())["weights"]["update"] != self.session.update_id:
+            if self.session is not None and self.state()["weights"]["update"] != self.session.update_id:
                 self._failed = self._failed or not self.session.begun
                 self.session = None
             yield
 
-    async def open(self, text: str | None, *, begun: bool, kv_policy: str = "recompute") -> Session:
-        """A new update. A text that is a number becomes its version, if that is not below the one served."""
-        weights = (await self.state())["weights"]
+    @staticmethod
+    def number(text: str | None, current: int) -> int | None:
+        """The version that a text says, if it is a number not below the one that is served; None takes the next."""
         number = int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else -1
-        version = number if number >= weights["version"] else None
+        return number if number >= current else None
+
+    async def open(self, text: str | None, *, begun: bool, kv_policy: str = "recompute") -> Session:
+        """A new update."""
+        version = self.number(text, self.state()["weights"]["version"])
         mode = "full" if self._failed else None
         opened = await self._engine.command(
             "open_update", version=version, mode=mode, owner=OWNER, kv_policy=kv_policy, transport={"name": "mixed"}
@@ -101,7 +109,7 @@ class SglangState:
         *,
         text: str | None,
         kv_policy: str,
-        timeout_s: float,
+        group: str | None = None,
     ) -> str:
         """Take tensors into the open update, or into one of their own. The message to reply with.
 
@@ -113,12 +121,14 @@ class SglangState:
         """
         session = self.session or await self.open(text, begun=False, kv_policy=kv_policy)
         session.text = text if text is not None else session.text
-        paused = (await self.state())["scheduling"]["state"] == "paused"
+        if group is not None:
+            session.groups.add(group)
+        paused = any(lease["owner"] == OWNER for lease in self.state()["scheduling"]["leases"])
         try:
             if tensors:
                 chunks = await self._engine.extend(session.update_id, tensors, layout)
                 for (sender, sequence), where in zip(chunks, places, strict=True):
-                    await self._engine.chunk(session.update_id, sender, sequence, where, timeout_s)
+                    await self._engine.chunk(session.update_id, sender, sequence, where, GROUP_S + 15.0)
             session.tensors += len(tensors)
         except BaseException as error:
             await self._drop(session, error)
@@ -149,6 +159,13 @@ class SglangState:
         if self.session is not None:
             session, self.session = self.session, None
             await self._engine.command("abort_update", update_id=session.update_id, reason=reason)
+
+    async def forget_group(self, name: str) -> None:
+        """A group is formed anew: what came over the old one is dropped. Waits for nobody's bucket, which ends with its group."""
+        session = self.session
+        if session is not None and name in session.groups:
+            with contextlib.suppress(RollsyncError):
+                await self._engine.command("abort_update", update_id=session.update_id, reason=f"group {name} is formed anew")
 
     async def _drop(self, session: Session, error: BaseException) -> None:
         self.session = None

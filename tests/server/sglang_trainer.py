@@ -1,0 +1,145 @@
+"""A trainer as SGLang's clients are: a process of its own that speaks HTTP, torch.distributed and torch's shared memory.
+
+    python sglang_trainer.py URL
+
+Commands come as lines of JSON on stdin, {"do": NAME, ...}; each is answered by a line.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
+
+torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+FlattenedTensorMetadata.__module__ = "sglang.srt.weight_sync.tensor_bucket"
+for path in ("sglang", "sglang.srt", "sglang.srt.weight_sync", "sglang.srt.weight_sync.tensor_bucket"):
+    sys.modules[path] = types.ModuleType(path)
+sys.modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorMetadata = FlattenedTensorMetadata  # type: ignore[attr-defined]
+
+
+def serialized(value: Any) -> str:
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(value)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def flattened(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    parts, metadata, end = [], [], 0
+    for name, tensor in tensors.items():
+        part = tensor.flatten().view(torch.uint8)
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, end, end + part.numel(), part.numel()))
+        parts.append(part)
+        end += part.numel()
+    return {"flattened_tensor": torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), "metadata": metadata}
+
+
+class Trainer:
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.groups: dict[str, Any] = {}
+        self.kept: list[Any] = []
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        answer = self.http.post(path, json=body)
+        return {"status": answer.status_code, **answer.json()}
+
+    def join(self, group: str) -> dict[str, Any]:
+        """Meet the engine as torch.distributed's second process group, as slime and AReaL do."""
+        if group in self.groups:
+            dist.destroy_process_group(self.groups.pop(group))
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        asked = {"master_address": "127.0.0.1", "master_port": str(store.port), "rank_offset": 1, "world_size": 2}
+        with self.meanwhile("/init_weights_update_group", **asked, group_name=group, backend="gloo") as told:
+            inner, limit = dist.PrefixStore(group, store), timedelta(seconds=60)
+            made = c10d._new_process_group_helper(2, 0, [], dist.Backend("gloo"), inner, group_name=group, timeout=limit)
+        self.groups[group] = made[0] if isinstance(made, tuple) else made
+        c10d._world.pg_group_ranks[self.groups[group]] = {0: 0, 1: 1}
+        self.kept.append(store)
+        return told.reply
+
+    def meanwhile(self, path: str, **body: Any) -> Any:
+        return _Meanwhile(lambda: self.post(path, **body))
+
+    def broadcast(self, weights: str, group: str, names: list[str] | None, flat: bool = False, **body: Any) -> dict[str, Any]:
+        """One bucket: metadata by HTTP, tensors by broadcast."""
+        tensors = {n: t for n, t in load_file(weights).items() if names is None or n in names}
+        body.setdefault("dtypes", [str(t.dtype).replace("torch.", "") for t in tensors.values()])
+        body.setdefault("shapes", [list(t.shape) for t in tensors.values()])
+        send = [flattened(tensors)["flattened_tensor"]] if flat else list(tensors.values())
+        more = {"load_format": "flattened_bucket"} if flat else {}
+        with self.meanwhile("/update_weights_from_distributed", names=list(tensors), group_name=group, **more, **body) as told:
+            try:
+                for work in [dist.broadcast(t.contiguous(), 0, group=self.groups[group], async_op=True) for t in send]:
+                    work.wait()
+            except RuntimeError as error:
+                told.error = str(error)
+        return told.reply
+
+    def share(self, weights: str, names: list[str] | None, flat: bool = True, **body: Any) -> dict[str, Any]:
+        """One bucket as handles of shared memory."""
+        tensors = {n: t for n, t in load_file(weights).items() if names is None or n in names}
+        value: Any = flattened(tensors) if flat else list(tensors.items())
+        more = {"load_format": "flattened_bucket"} if flat else {}
+        return self.post("/update_weights_from_tensor", serialized_named_tensors=[serialized(value)], **more, **body)
+
+    def nothing(self, **body: Any) -> dict[str, Any]:
+        """slime's filler for a rank that has no bucket."""
+        return self.post(
+            "/update_weights_from_tensor", serialized_named_tensors=[serialized(flattened({}))], load_format="flattened_bucket", **body
+        )
+
+
+class _Meanwhile:
+    """A call that runs while the block does."""
+
+    def __init__(self, call: Any) -> None:
+        self.reply: dict[str, Any] = {}
+        self.error: str | None = None
+        self._thread = threading.Thread(target=lambda: self.reply.update(call()), daemon=True)
+
+    def __enter__(self) -> _Meanwhile:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.join(60 if error[0] is None else 0)
+        if self.error is not None:
+            self.reply["trainer_error"] = self.error
+
+
+def main() -> None:
+    trainer = Trainer(sys.argv[1])
+    for line in sys.stdin:
+        command = json.loads(line)
+        print(json.dumps(getattr(trainer, command.pop("do"))(**command)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
