@@ -123,18 +123,21 @@ class Control(Pauses):
 
         Returns:
             "freed_bytes" by tag, as the system counts them.
+
+        Raises:
+            IllegalState: an update is open, or there is no room for the weights to be kept in; then they are where they were.
         """
         moves = self.lifecycle.plan_sleep(tags, weights)
         report: dict[str, Any] = {"changed": bool(moves), "freed_bytes": {}}
-        if not moves:
-            return report
-        scheduler = self._engine.scheduler
-        self.lifecycle.hold(SLEEP_OWNER, "recompute")
-        if "kv_cache" in moves:
-            report["recompute_tokens"] = scheduler.preempt_all()
-            scheduler.blocks.reset_cache()
         for tag, state in moves.items():
-            report["freed_bytes"][tag] = self._engine.runner.sleep(tag, keep=state == "offloaded")
+            if tag == "kv_cache":
+                report["recompute_tokens"] = self._engine.scheduler.preempt_all()
+                self._engine.scheduler.blocks.reset_cache()
+            try:
+                report["freed_bytes"][tag] = self._engine.runner.sleep(tag, keep=state == "offloaded")
+            except (OSError, MemoryError) as error:
+                raise IllegalState(f"{tag} cannot sleep: {error}; it stays as it was, free some room or discard it") from error
+            self.lifecycle.hold(SLEEP_OWNER, "recompute")
             self.lifecycle.moved(tag, state)
         return report
 

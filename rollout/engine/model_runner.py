@@ -347,25 +347,51 @@ class ModelRunner:
         if tag == "kv_cache":
             self._kv.release()
             return
+        self._drop_kept()  # of weights that were kept and are now discarded
         if keep:
-            cache_root().mkdir(parents=True, exist_ok=True)
-            self._kept = tempfile.TemporaryFile(prefix="rollsync-weights-", dir=cache_root())  # noqa: SIM115 (closed by wake)
-            for view in self.weights.live_bytes():
-                self._kept.write(view)
+            self._keep()
         self.weights.release()
 
+    def _keep(self) -> None:
+        """Copy the weights to a file without a name. OSError if it cannot hold them; then there is none."""
+        cache_root().mkdir(parents=True, exist_ok=True)
+        self._kept = tempfile.TemporaryFile(prefix="rollsync-weights-", dir=cache_root())  # noqa: SIM115 (closed by wake)
+        try:
+            for view in self.weights.live_bytes():
+                self._kept.write(view)
+            self._kept.flush()
+        except BaseException:
+            self._drop_kept()
+            raise
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            with contextlib.suppress(OSError):  # what was not written yet need not be
+                self._kept.close()
+            self._kept = None
+
     def wake(self, tag: str) -> None:
-        """Have that memory again; weights that were not kept are zeros."""
+        """Have that memory again; weights that were not kept are zeros, and the file of those that were is freed.
+
+        Raises:
+            MemoryError: says how much is needed and how much is free. OSError: the file cannot be read. Nothing is taken then.
+        """
+        needed, free = self._kv.layout.nbytes if tag == "kv_cache" else self.weights.nbytes, available_memory()
+        if needed > free:
+            raise MemoryError(f"{needed} bytes are needed, {free} are free")
         if tag == "kv_cache":
             self._kv.resume()
             return
-        self.weights.resume()
-        if self._kept is not None:
-            self._kept.seek(0)
-            for view in self.weights.live_bytes():
-                _fill(view, self._kept)
-            self._kept.close()
-            self._kept = None
+        try:
+            self.weights.resume()
+            if self._kept is not None:
+                self._kept.seek(0)
+                for view in self.weights.live_bytes():
+                    _fill(view, self._kept)
+        except BaseException:
+            self.weights.release()
+            raise
+        self._drop_kept()
 
     def close(self) -> None:
         """Free the KV pool, the weights and the buffers. Nothing runs after this."""

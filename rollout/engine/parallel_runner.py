@@ -89,7 +89,11 @@ class TensorParallelRunner:
     def sleep(self, tag: str, keep: bool) -> int:
         """Give memory to the system on all ranks; bytes freed by all, each as measured there."""
         own = self._own
-        freed: list[int] = self._ranks.call("sleep", [tag, keep], lambda: own.sleep(tag, keep), timeout_s=WEIGHTS_TIMEOUT_S)
+        try:
+            freed: list[int] = self._ranks.call("sleep", [tag, keep], lambda: own.sleep(tag, keep), timeout_s=WEIGHTS_TIMEOUT_S)
+        except (OSError, MemoryError):  # one cannot: those that could are as before
+            self._ranks.call("wake", [tag], lambda: own.wake(tag), timeout_s=WEIGHTS_TIMEOUT_S)
+            raise
         self._asleep[tag] = set(range(self.info.config.tp))
         return sum(freed)
 
