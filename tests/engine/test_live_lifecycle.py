@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from live import OPTIONS, PROMPT, begin, finish, request, steps, sync, versions, write_versions
-from rollsync import Engine
+from rollsync import Engine, SampleOutput
 from rollsync.rollout.errors import BadRequest, IllegalState, Overloaded, UpdateRefused, VersionUnavailable
 
 
@@ -318,3 +318,89 @@ def test_no_prefix_of_other_weights_is_hit_also_under_a_number_used_before(engin
         assert [(o.token_ids, o.logprobs) for o in (first, second)] == wanted[folder] * 2
         # under recompute the running request has filled the blocks anew by then
         assert second.cached_tokens == 16 and (first.cached_tokens == 0 or policy == "recompute")
+
+
+# Which weights made which token
+
+
+def rescored(folder: str, output: SampleOutput) -> list[float]:
+    """Logprobs that the weights of `folder` give to the tokens of a sample."""
+    with Engine(folder, **OPTIONS) as found:
+        (score,) = found.score([list(PROMPT)], [output.token_ids], {"temperature": 1.0})
+        assert score.model_logprobs is not None
+        return score.model_logprobs
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_every_token_is_of_the_weights_its_span_names(engine: Engine, folders: list[str], policy: str) -> None:
+    """Three updates under requests at every stage, streams and siblings among them; `recompute` is pure to the bit."""
+    outputs = []
+    for i, folder in enumerate([*folders[1:], None]):
+        engine.add_request(request(f"r{i}", n=2, max_tokens=24, stream=bool(i % 2), include=("model_logprobs",)))
+        outputs += steps(engine, 5)
+        if folder is not None:
+            sync(engine, folder, kv_policy=policy)
+    finals = finish(engine, outputs)
+    spread = 0
+    for rid, samples in finals.items():
+        for output in samples:
+            spans = versions(output)
+            assert [start for _, start, _, _ in spans] + [24] == [0] + [end for _, _, end, _ in spans]
+            spread = max(spread, len(spans))
+            again = {version: rescored(folders[version], output) for version, *_ in spans}
+            assert output.model_logprobs is not None
+            for place, (version, start, end, mixed) in enumerate(spans):
+                same = again[version][start:end] == output.model_logprobs[start:end]
+                assert same or mixed, (rid, output.sample_index, spans[place])
+                assert mixed == (policy == "keep" and place > 0) and (policy == "recompute" or not (mixed and same))
+        deltas = [o for o in outputs if o.request_id == rid and o.sample_index == 0 and not o.finished]
+        streamed = [s["version"] for d in deltas for s in d.weight_versions for _ in range(s["start"], s["end"])]
+        assert streamed == [v for v, start, end, _ in versions(samples[0]) for _ in range(start, end)][: len(streamed)]
+    assert spread == 4
+
+
+def test_a_request_that_is_preempted_after_a_keep_is_pure_from_then_on(engine: Engine, folders: list[str]) -> None:
+    engine.add_request(request("r", max_tokens=15, include=("model_logprobs",)))
+    outputs = steps(engine, 5)
+    sync(engine, folders[1], kv_policy="keep")
+    outputs += steps(engine, 5)
+    engine.control.pause(mode="recompute")
+    engine.control.resume()
+    (output,) = finish(engine, outputs)["r"]
+    assert versions(output) == [(0, 0, 5, False), (1, 5, 10, True), (1, 10, 15, False)]
+    assert output.model_logprobs is not None and rescored(folders[1], output)[10:] == output.model_logprobs[10:]
+
+
+def test_prompt_logprobs_are_of_one_set_of_weights(folders: list[str]) -> None:
+    """A prompt that an update finds half scored is scored anew."""
+    with Engine(folders[0], **{**OPTIONS, "max_batch_tokens": 8}) as engine, Engine(folders[1], **OPTIONS) as wanted:
+        prompt = tuple(range(3, 43))
+        engine.add_request(request("r", prompt, max_tokens=4, include=("prompt_logprobs",)))
+        outputs = steps(engine, 2)
+        assert 1 < engine.scheduler.requests["r"].num_prompt_scored < len(prompt)
+        sync(engine, folders[1])
+        wanted.add_request(request("r", prompt, max_tokens=4, include=("prompt_logprobs",)))
+        assert finish(engine, outputs)["r"][0].prompt_logprobs == finish(wanted)["r"][0].prompt_logprobs
+
+
+PAUSES = {"running": None, "keep": "keep", "recompute": "recompute", "abort": "abort"}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep", "abort"])
+@pytest.mark.parametrize("pause", PAUSES)
+def test_a_commit_leaves_to_a_pause_what_it_froze_and_rules_what_runs(
+    engine: Engine, folders: list[str], pause: str, policy: str
+) -> None:
+    engine.add_request(request("r"))
+    outputs = steps(engine, 4)
+    if PAUSES[pause] is not None:
+        engine.control.pause(mode=PAUSES[pause])
+        outputs += engine.poll()
+    engine.add_request(request("queued", tuple(range(40, 60))))
+    sync(engine, folders[1], kv_policy=policy)
+    engine.control.resume()
+    finals = finish(engine, outputs)
+    fate = pause if pause != "running" else policy
+    spans = {"recompute": [(0, 0, 4, False), (1, 4, 12, False)], "keep": [(0, 0, 4, False), (1, 4, 12, True)], "abort": [(0, 0, 4, False)]}
+    assert versions(finals["r"][0]) == spans[fate]
+    assert versions(finals["queued"][0]) == [(1, 0, 12, False)]  # no token of it is lost: it had none
