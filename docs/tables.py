@@ -34,7 +34,7 @@ DEVICES = {
     "reference": "x86-64 CPU, plain torch",
     "arm": "Arm CPU, plain torch",
     "cuda": "NVIDIA GPU (no kernels yet)",
-    "ranks": "several ranks, tensor parallel (not built yet)",
+    "ranks": "several ranks, tensor parallel on one CPU host",
 }
 """every device the README speaks of, in the order of its table"""
 
@@ -156,12 +156,12 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def check_build(folder: str, kernels: str, dtype: str) -> list[tuple[list[int], list[float]]]:
+def check_build(folder: str, kernels: str, dtype: str, tp: int = 1) -> list[tuple[list[int], list[float]]]:
     """Ids and logprobs of a tiny model whose sums cancel, so that any other order of adding shows in the bits."""
     from rollsync import Engine, SamplingParams
 
     prompts = [[(7 * i + j) % 200 for j in range(20 + 13 * i)] for i in range(NUM_PROMPTS)]
-    with Engine(folder, kernels=kernels, dtype=dtype, num_blocks=64, seed=0) as engine:
+    with Engine(folder, kernels=kernels, dtype=dtype, num_blocks=64, seed=0, tp=tp) as engine:
         outputs = engine.generate(prompts, SamplingParams(n=NUM_SAMPLES, max_tokens=NUM_TOKENS, seed=5, ignore_eos=True))
     return [(s.token_ids, s.logprobs) for output in outputs for s in output.samples]
 
@@ -186,6 +186,10 @@ def record(name: str) -> Path:
             what = f"a tiny decoder in bfloat16 and float32, 2 x {count} tokens and logprobs, "
             what += "twice the same" if kernels == "reference" else "the reference's bits"
             found.append({"device": "arm" if is_arm else kernels, "level": "run", "what": what})
+        if any(check_build(folder, kernels, dtype, tp=2) != wanted[dtype] for dtype in wanted):
+            sys.exit("two ranks differ from one: nothing written")
+        what = f"two processes, {kernels} kernels: a tiny decoder in both dtypes, 2 x {count} tokens and logprobs, the reference's bits"
+        found.append({"device": "ranks", "level": "run", "what": what})
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     document = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,13 @@ from .types import StepPlan, StepResult
 from .worker import SharedBytes
 
 
-def make_runner(config: EngineConfig, *, progress: Progress = ignore_progress) -> Runner:
-    """What executes the steps of `config`. Raises ConfigError: the model, or a setting for it, cannot be used here."""
-    return ModelRunner(config, progress=progress) if config.tp == 1 else TensorParallelRunner(config, progress=progress)
+def make_runner(config: EngineConfig, *, progress: Progress = ignore_progress, ranks: RankProcesses | None = None) -> Runner:
+    """What executes the steps of `config`, with the other ranks if they are started already.
+
+    Raises:
+        ConfigError: the model, or a setting for it, cannot be used here.
+    """
+    return ModelRunner(config, progress=progress) if config.tp == 1 else TensorParallelRunner(config, progress=progress, ranks=ranks)
 
 
 class TensorParallelRunner:
@@ -36,27 +39,27 @@ class TensorParallelRunner:
         ConfigError: as for ModelRunner, on any rank. EngineDead: a rank ended while it loaded.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: Progress = ignore_progress) -> None:
-        config = ModelRunner.resolve(config, find_model(config, progress).model)
+    def __init__(
+        self, config: EngineConfig, *, progress: Progress = ignore_progress, ranks: RankProcesses | None = None
+    ) -> None:
         self._asleep: dict[str, set[int]] = {}
         """ranks whose memory of a tag is away"""
         self._cleanup = contextlib.ExitStack()
         try:
-            self._start(config, progress)
+            if ranks is not None:
+                self._cleanup.callback(ranks.close)
+            config = ModelRunner.resolve(config, find_model(config, progress).model)
+            self._start(config, progress, ranks or RankProcesses(config.tp))
         except BaseException:
             self._cleanup.close()
             raise
 
-    def _start(self, config: EngineConfig, progress: Progress) -> None:
-        fds = [os.memfd_create(f"rollsync-{name}", os.MFD_CLOEXEC) for name in ("ranks", "chunks")]
-        for fd in fds:
-            self._cleanup.callback(os.close, fd)
-        ranks = self._ranks = RankProcesses(config.to_flat(), config.tp, *fds)
+    def _start(self, config: EngineConfig, progress: Progress, ranks: RankProcesses) -> None:
+        self._ranks = ranks
         self._cleanup.callback(ranks.close)
         try:
-            ranks.wait_said("hello")
-            ranks.post("meet")
-            group = self._group = TPGroup(0, config.tp, fds[0])
+            ranks.begin(config.to_flat())
+            group = self._group = TPGroup(0, config.tp, ranks.store_fd)
             self._cleanup.callback(group.close)
             self._own = ModelRunner(config, progress=progress, group=group)
             self._cleanup.callback(self._own.close)
@@ -67,7 +70,7 @@ class TensorParallelRunner:
             raise ranks.why_lost() or sys.exc_info()[1] from None  # type: ignore[misc]
         own = self._own.info
         self.info = replace(own, **{name: getattr(own, name) + sum(o[name] for o in others) for name in ("weight_bytes", "kv_bytes")})
-        self.updates = RankUpdates(self._own, ranks, SharedBytes(fds[1]))
+        self.updates = RankUpdates(self._own, ranks, SharedBytes(ranks.bytes_fd))
 
     @property
     def rank_pids(self) -> list[int]:

@@ -32,6 +32,7 @@ from .config import EngineConfig
 from .lifeline import die_with_parent, killed_with_parent
 from .loop import EngineLike, EngineLoop
 from .params import SamplingParams
+from .rank_processes import RankProcesses
 from .types import RolloutRequest, SampleOutput
 
 log = logging.getLogger(__name__)
@@ -192,10 +193,11 @@ def _replier(outbox: Outbox, number: int) -> Callable[[Any], None]:
 def real_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> EngineLike:
     """Import and build `Engine`, telling what goes on."""
     progress("importing torch", 0.0)
+    ranks = RankProcesses(config.tp) if config.tp > 1 else None
     from .engine import Engine
     from .parallel_runner import make_runner
 
-    return Engine(config, runner=make_runner(config, progress=progress))
+    return Engine(config, runner=make_runner(config, progress=progress, ranks=ranks))
 
 
 def _factory(path: str | None) -> Callable[[EngineConfig, Callable[[str, float], None]], EngineLike]:

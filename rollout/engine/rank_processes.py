@@ -42,16 +42,15 @@ class _Rank:
 
 
 class RankProcesses:
-    """Ranks 1 .. size - 1. One thread starts them and hears them: the kernel ends a child with the thread that started it.
+    """Ranks 1 .. size - 1, started at once; they load nothing before `begin`. No torch here: it is imported on all ranks at one time.
 
-    Args:
-        settings: of their configuration (`EngineConfig.to_flat`), with every default filled in.
-        store_fd: see TPGroup. bytes_fd: see SharedBytes.
+    One thread starts them and hears them, since the kernel ends a child with the thread that started it.
     """
 
-    def __init__(self, settings: dict[str, Any], size: int, store_fd: int, bytes_fd: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self._settings, self._fds = settings, (store_fd, bytes_fd)
+        self.store_fd, self.bytes_fd = (os.memfd_create(f"rollsync-{name}", os.MFD_CLOEXEC) for name in ("ranks", "chunks"))
+        """see TPGroup and SharedBytes"""
         self._ranks: list[_Rank] = []
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -79,15 +78,13 @@ class RankProcesses:
 
     def _spawn(self, rank: int) -> _Rank:
         ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), *self._fds)
+        fds = (theirs.fileno(), self.store_fd, self.bytes_fd)
         command = [sys.executable, "-m", "rollsync.rollout.engine.worker", *map(str, (rank, self.size, os.getpid(), *fds))]
         with theirs:
             process = subprocess.Popen(
                 command, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0
             )  # a terminal's Ctrl-C reaches rank 0 only
-        child = _Rank(rank, process, Channel(ours.detach()))
-        child.channel.send(self._settings)
-        return child
+        return _Rank(rank, process, Channel(ours.detach()))
 
     def _hear(self) -> None:
         by_connection = {rank.channel.connection: rank for rank in self._ranks if not rank.ended}
@@ -184,6 +181,15 @@ class RankProcesses:
         except TimeoutError:
             raise EngineDead(f"the tensor parallel ranks did not say {what!r} within {START_TIMEOUT_S:g} s of their start") from None
 
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Once all are there, let them load.
+
+        Args:
+            settings: of their configuration (`EngineConfig.to_flat`), with every default filled in.
+        """
+        self.wait_said("hello")
+        self.post(settings)
+
     def post(self, *message: Any) -> None:
         """Send to all, expecting no answer."""
         self.check()
@@ -235,7 +241,9 @@ class RankProcesses:
         return future
 
     def close(self) -> None:
-        """End them all; returns when they are gone."""
+        """End them all; returns when they are gone. Twice is fine."""
+        if self._closing:
+            return
         self._closing = True
         for rank in self._ranks:
             try:
@@ -251,3 +259,5 @@ class RankProcesses:
                 rank.process.wait()
         self._fail_pending()
         self._thread.join(END_S)
+        os.close(self.store_fd)
+        os.close(self.bytes_fd)

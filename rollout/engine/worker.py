@@ -138,17 +138,15 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started rank 0 decides what Ctrl-C means
     channel = Channel(talk_fd)
     try:
-        settings = channel.receive()[0]
         import torch
 
         from .config import EngineConfig
         from .model_runner import ModelRunner
         from .tensor_parallel import TPGroup
 
-        config = EngineConfig.from_flat(settings)
-        torch.set_num_threads(config.numerics.threads or 1)
         channel.send("hello")
-        channel.receive()
+        config = EngineConfig.from_flat(channel.receive()[0])
+        torch.set_num_threads(config.numerics.threads or 1)
         runner = ModelRunner(config, group=TPGroup(rank, size, store_fd))
         channel.send("ready", {"weight_bytes": runner.info.weight_bytes, "kv_bytes": runner.info.kv_bytes})
         Worker(channel, runner, SharedBytes(bytes_fd), rank).serve()

@@ -182,7 +182,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("fault", ["killed at work", "killed idle", "raises", "frozen"])
+@pytest.mark.parametrize("fault", ["killed idle", "raises", "frozen", pytest.param("killed at work", marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_engine_with_its_words(models: dict[str, str], fault: str) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     with Engine(models["untied"], tp=2, dtype="bfloat16", **SMALL) as engine:
