@@ -87,7 +87,7 @@ async def join(request: Request, name: str) -> Response:
     return reply(request, await _service(request).engine.run_aside(_lane(), "join_group", {"name": name, **got}, timeout_s + 15.0))
 
 
-@router.delete("/v1/weights/groups/{name}", openapi_extra=route("Weights", "control", gives="GroupLeft"))
+@router.delete("/v1/weights/groups/{name}", openapi_extra=route("Weights", "control", gives="GroupLeft", errors=(400,)))
 async def leave(request: Request, name: str) -> Response:
     """Tear a group down; what waits on it fails. Its port is free again."""
     note(request, {"kind": _name(name)})

@@ -43,7 +43,7 @@ async def renew(request: Request) -> Response:
 
 @router.delete(
     "/v1/engine/leases",
-    openapi_extra=route("Control", "control", gives="Resumed", errors=(409,), parameters=query_parameters(REVOKE_FIELDS)),
+    openapi_extra=route("Control", "control", gives="Resumed", errors=(400, 409), parameters=query_parameters(REVOKE_FIELDS)),
 )
 async def revoke(request: Request) -> Response:
     """Take a lease away from whoever holds it. "changed" is false if nobody does."""

@@ -65,7 +65,7 @@ async def fields(request: Request, table: tuple[Field, ...] = ()) -> dict[str, A
 
 def vllm(needs: Any = "control", *, takes: str | None = "Nothing", query: tuple[Field, ...] = (), gives: Any = None) -> dict[str, Any]:
     """`route` with vLLM's errors."""
-    errors = (409,) if takes else (400,) if query else ()
+    errors = (409, 422) if takes else (400,) if query else ()
     return route("vLLM", needs, takes=takes, gives=gives, errors=errors, error="VllmError", parameters=query_parameters(query))
 
 

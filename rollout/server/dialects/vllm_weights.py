@@ -200,6 +200,7 @@ async def update_weights(request: Request) -> Response:
     if "weight_dir" in body:
         return await _load_folder(request, body["weight_dir"])
     if state.update_id is None:
+        _announced(body["update_info"], None)  # what is wrong with it anyway comes first
         raise IllegalState(f"no update is open ({state.ended})")
     async with _or_drop(request):
         tensors, layout = _announced(body["update_info"], state.layout)
