@@ -44,10 +44,11 @@ layers: $(VENV)/.dev .tree/rollsync
 	@PYTHONPATH=.tree $(VENV)/bin/lint-imports --no-logo
 	@$(PY) -m pytest tests/test_layers.py
 
-bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput and start-up (ARGS=--quick; rivals: benchmarks/README.md)
+bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput, start-up, weight updates (ARGS=--quick; rivals: benchmarks/README.md)
 	@folder=$$($(PY) examples/demo.py --where folder); \
 	  $(PY) benchmarks/throughput.py --model $$folder --peers none --out build/throughput.json $(ARGS); \
-	  $(PY) benchmarks/startup.py --model $$folder --peers none --out build/startup.json
+	  $(PY) benchmarks/startup.py --model $$folder --peers none --out build/startup.json; \
+	  $(PY) benchmarks/weight_sync.py --model $$folder --out build/weight_sync.json
 
 docs: $(VENV)/.native $(VENV)/.dev  ## rewrite docs/api.md from what the server checks
 	@$(PY) docs/api.py --write

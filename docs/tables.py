@@ -117,7 +117,19 @@ def startup_table(report: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-TABLES = {"throughput": throughput_table, "startup": startup_table}
+def weight_sync_table(report: dict[str, Any]) -> str:
+    rows = ["| weight update by | seconds | held against | times that | bound |", "| --- | --- | --- | --- | --- |"]
+    for name, found in report["transports"].items():
+        bound = f"{found['bound']['at_most']:g}" if found["bound"] else ""
+        yardstick = f"{found['yardstick']['name']}, {found['yardstick']['median_s']:.2f} s"
+        rows.append(f"| {name} | {found['sync']['median_s']:.2f} | {yardstick} | {found['ratio_of_medians']:.2f} | {bound} |")
+    rows += ["", "| KV policy | longest gap between tokens, decode steps | throughput kept during an update |", "| --- | --- | --- |"]
+    for name, found in report["in_flight"].items():
+        rows.append(f"| {name} | {found['longest_gap_steps']['median']:.1f} | {found['throughput_kept']:.0%} |")
+    return "\n".join(rows)
+
+
+TABLES = {"throughput": throughput_table, "startup": startup_table, "weight_sync": weight_sync_table}
 
 
 def benchmark_tables() -> str:

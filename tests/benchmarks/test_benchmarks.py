@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from rollsync.benchmarks import common, startup, throughput
+from rollsync.benchmarks import common, startup, throughput, weight_sync
 from rollsync.benchmarks.peers.processes import Reaper, Worker, WorkerFailed, vllm_environment
+from rollsync.rollout.selftest.model import write_model
 
 # A worker that answers as loop.py does.
 FAKE = """
@@ -171,3 +172,24 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return ""
+
+
+def test_gaps_are_held_against_the_steps_around_a_sync() -> None:
+    times = [0.1 * i for i in range(10)] + [1.2, 1.3, 1.4]  # two samples, a step a tenth; 0.3 s without a token
+    tokens = [[(t, 1) for t in times], [(t + 0.01, 1) for t in times]]
+    found = weight_sync.in_flight(tokens, [{"began": 0.95, "ended": 1.15}], samples=2)
+    assert found["longest_gap_s"] == [pytest.approx(0.3)]
+    assert found["step_s"] == pytest.approx(0.1, rel=0.1) and found["longest_gap_steps"]["max"] == pytest.approx(3, rel=0.1)
+    assert found["throughput_kept"] == 0
+
+
+def test_weight_sync_runs_quickly_on_a_tiny_model(tmp_path: Path) -> None:
+    """All its parts as real processes; nothing it measures is judged."""
+    model = write_model(tmp_path / "model", "llama", max_position_embeddings=2048)
+    out = tmp_path / "out.json"
+    arguments = ["--quick", "--transports", "ipc,disk", "--prompt-tokens", "8", "--engine-options", '{"threads": 1}']
+    assert weight_sync.main(["--model", model, "--out", str(out), *arguments]) == 0
+    found = json.loads(out.read_text())
+    assert found["transports"].keys() == {"ipc", "disk"} and found["in_flight"].keys() == {"keep", "recompute"}
+    assert all(t["sync"]["median_s"] > 0 < t["yardstick"]["median_s"] for t in found["transports"].values())
+    assert found["pauses"]["step_s"] > 0 and len(list(weight_sync.bounds(found))) == 10
