@@ -21,13 +21,14 @@ STEPS = 10
 def train(url: str, folder: str) -> None:
     """The trainer process: ten steps, each a transaction into the live server."""
     import torch
+    from rollsync.rollout.engine.weight_digest import fast_fill
     from rollsync.weight_sync.sender import WeightSender
     from rollsync.weight_sync.sources import TensorSource
     from safetensors.torch import load_file
 
     weights = {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
     generator = torch.Generator().manual_seed(0)
-    with WeightSender(url, TensorSource(weights), transport="ipc", kv_policy="recompute") as sender:
+    with WeightSender(url, TensorSource(weights), transport="ipc", kv_policy="recompute", fill=fast_fill()) as sender:
         for step in range(1, STEPS + 1):
             time.sleep(1.0)  # the training step
             for tensor in weights.values():

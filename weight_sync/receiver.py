@@ -55,7 +55,7 @@ class Receiver:
     """
 
     def __init__(self, manifest: Manifest, target: WeightTarget) -> None:
-        self.manifest = manifest
+        self.manifest, self.total_bytes = manifest, manifest.nbytes
         self._target = target
         self._buckets = {(b.sender, b.sequence): b for b in manifest.buckets}
         self._state: dict[tuple[int, int], str] = {}
@@ -71,7 +71,7 @@ class Receiver:
         with self._lock:
             fresh = manifest.buckets[len(self.manifest.buckets) :]
             more = len(manifest.tensors) - len(self.manifest.tensors)
-            self.manifest = manifest
+            self.manifest, self.total_bytes = manifest, manifest.nbytes
             self._buckets.update({(b.sender, b.sequence): b for b in fresh})
             self._digests += [[] for _ in range(more)]
             self._nonfinite += [0] * more

@@ -118,7 +118,7 @@ class WeightUpdates:
             return {}
         receiver = open_.receiver
         return {
-            "bytes": receiver.manifest.nbytes,
+            "bytes": receiver.total_bytes,
             "received_bytes": receiver.received_bytes,
             "missing_chunks": len(receiver.missing()),
         }

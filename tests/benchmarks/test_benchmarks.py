@@ -183,6 +183,7 @@ def test_gaps_are_held_against_the_steps_around_a_sync() -> None:
     assert found["throughput_kept"] == 0
 
 
+@pytest.mark.slow
 def test_weight_sync_runs_quickly_on_a_tiny_model(tmp_path: Path) -> None:
     """All its parts as real processes; nothing it measures is judged."""
     model = write_model(tmp_path / "model", "llama", max_position_embeddings=2048)
