@@ -28,7 +28,7 @@ MAX_TENSORS = 1 << 17
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "compare")
 
 
-@check({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": 65535}]})
+@check({"type": ["integer", "string"], "minimum": 1, "maximum": 65535})
 def port(path: str, value: Any) -> Any:
     """A port, which some clients send as a string."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 5:
