@@ -125,7 +125,8 @@ class ReferenceWeights:
         self.close()
 
     def resume(self) -> None:
-        self.tensors.update(_zeros(self.specs, self.dtype))
+        if not self.tensors:
+            self.tensors.update(_zeros(self.specs, self.dtype))
 
     def close(self) -> None:
         self.tensors.clear()

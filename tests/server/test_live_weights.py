@@ -45,6 +45,13 @@ def server(serving: Any, checkpoints: list[Path]) -> Iterator[Any]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def pair(serving: Any, checkpoints: list[Path]) -> Iterator[Any]:
+    """One whose engine has two ranks."""
+    with serving(*FLAGS, "--tp", "2", "--weights-root", str(checkpoints[0].parent), model=str(checkpoints[0]), factory=None) as found:
+        yield found
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -65,7 +72,11 @@ def sample(client: RolloutClient) -> tuple[list[int], list[float], list[Any]]:
 
 @pytest.mark.parametrize("transport", ["http", "ipc", "collective", "disk"])
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
-def test_after_a_sync_the_server_gives_the_new_bits(server: Any, checkpoints: list[Path], transport: str, apply: str) -> None:
+@pytest.mark.parametrize("ranks", ["server", "pair"])
+def test_after_a_sync_the_server_gives_the_new_bits(
+    request: pytest.FixtureRequest, checkpoints: list[Path], ranks: str, transport: str, apply: str
+) -> None:
+    server = request.getfixturevalue(ranks)
     where = {"folder": checkpoints[0].parent / "by disk"} if transport == "disk" else {}
     with RolloutClient(server.url) as client:
         for folder in (checkpoints[1], checkpoints[2], checkpoints[0]):
