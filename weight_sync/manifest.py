@@ -183,6 +183,11 @@ def _is_int(value: Any, low: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
+def bad_dtype(name: str, dtype: Any) -> str:
+    """What to say of a dtype that is not in DTYPE_BYTES."""
+    return f"{name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}"
+
+
 def _ints(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(_is_int(v) for v in value)
 
@@ -195,7 +200,7 @@ def _read_tensor(raw: Any, where: str) -> TensorEntry:
         raise ManifestError([f"{where}.name must be a non-empty string, got {name!r}"])
     problems = [f"{name}: {key} is not a known field" for key in raw if key not in ("name", "dtype", "shape", "slices")]
     if dtype not in DTYPE_BYTES:
-        problems.append(f"{name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+        problems.append(bad_dtype(name, dtype))
     if not isinstance(shape, list | tuple) or not _ints(shape) or len(shape) > 8:
         raise ManifestError([*problems, f"{name}: shape must be a list of at most 8 ints >= 0, got {shape!r}"])
     whole = [[0, [0] * len(shape), list(shape)]]

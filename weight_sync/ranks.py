@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from .control import UpdateError
-from .manifest import TensorEntry, TensorSlice
+from .manifest import DTYPE_BYTES, TensorEntry, TensorSlice, bad_dtype
 from .sources import TensorMeta, WeightSource
 
 
@@ -43,12 +43,14 @@ class DistRanks:
 
 
 def agree(ranks: Ranks, source: WeightSource) -> list[TensorEntry]:
-    """Every tensor, and which rank holds which slice of it. UpdateError if ranks name different ones."""
+    """Every tensor, and which rank holds which slice of it. UpdateError if ranks name different ones, or a dtype that does not travel."""
     per_rank: list[list[TensorMeta]] = ranks.gather(source.metadata())
     first = per_rank[0]
     for rank, metas in enumerate(per_rank):
         if [(m.name, m.dtype, m.shape) for m in metas] != [(m.name, m.dtype, m.shape) for m in first]:
             raise UpdateError(f"trainer ranks 0 and {rank} name different tensors: a source must list the same on every rank")
+    if wrong := [bad_dtype(m.name, m.dtype) for m in first if m.dtype not in DTYPE_BYTES]:
+        raise UpdateError(f"these weights cannot be sent: {'; '.join(wrong)}")
     entries = []
     for i, meta in enumerate(first):
         slices = tuple(TensorSlice(rank, box) for rank, metas in enumerate(per_rank) for box in metas[i].boxes)

@@ -21,6 +21,8 @@ import pytest
 from rollsync import EngineConfig, RolloutClient
 
 HERE = Path(__file__).parent
+if str(HERE) not in sys.path:  # there are no packages under tests/
+    sys.path.append(str(HERE))
 FACTORY = "fake_engine:build"
 
 
