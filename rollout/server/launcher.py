@@ -96,6 +96,7 @@ def url_of(host: str, sock: socket.socket) -> str:
 
 def announcement(version: str, url: str, info: dict[str, Any], control_url: str | None = None) -> str:
     """The one line that ends start-up."""
+    ranks = (info.get("config") or {}).get("tp", 1)
     tokens = int(info.get("num_blocks", 0)) * int(info.get("block_tokens", 0))
     parts = [
         f"Rollsync {version} listening on {url}",
@@ -103,7 +104,7 @@ def announcement(version: str, url: str, info: dict[str, Any], control_url: str 
         f"model {info.get('model', '?')}",
         str(info.get("dtype", "?")),
         f"KV {tokens:,} tokens ({_size(info.get('kv_bytes', 0))})",
-        f"kernels {info.get('kernels', '?')}, {info.get('threads', '?')} threads",
+        f"kernels {info.get('kernels', '?')}, {info.get('threads', '?')} threads{f' on each of {ranks} ranks' if ranks > 1 else ''}",
     ]
     return " | ".join(parts)
 

@@ -36,6 +36,7 @@ def test_two_ranks_serve_as_one(serving: Any, until: Callable[..., None], alive:
     with Engine(model, **OPTIONS) as engine:
         want = engine.generate([[7, 8, 9]], SamplingParams(**params))[0].samples[0]  # type: ignore[arg-type]
     with serving(*FLAGS, model=model, factory=None) as server:
+        assert "1 threads on each of 2 ranks" in server.line
         engine_pid = server.engine_pid
         (rank_pid,) = children(engine_pid)
         with RolloutClient(server.url) as client:
