@@ -50,6 +50,9 @@ class Weights(Protocol):
     def read(self, param: str, *, shadow: bool = False) -> Tensor:
         """The logical parameter, bit for bit as written."""
 
+    def map_shadow(self) -> None:
+        """Reserve addresses for a second copy; memory comes with its first use. Twice is fine."""
+
     def reserve_shadow(self) -> None:
         """Have a second copy to write to while the live one is read. Twice is fine."""
 
@@ -105,6 +108,9 @@ class ReferenceWeights:
     def read(self, param: str, *, shadow: bool = False) -> Tensor:
         return (self._shadow if shadow else self.tensors)[param].clone()
 
+    def map_shadow(self) -> None:
+        return None  # torch takes memory as tensors are made
+
     def reserve_shadow(self) -> None:
         if not self._shadow:
             self._shadow = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
@@ -147,6 +153,7 @@ class NativeWeights:
         self._sizes = sizes
         self._region = Region(self.nbytes)
         self._shadow_region: Region | None = None
+        self._shadow_is_backed = False
         self.table = (ctypes.c_void_p * len(specs))()
         self._shadow: dict[str, int] = {}
         self.index: dict[str, int] = {}
@@ -172,11 +179,17 @@ class NativeWeights:
         """Where a parameter lies."""
         return self._shadow[param] if shadow else int(self.table[self.index[param]] or 0)
 
-    def reserve_shadow(self) -> None:
+    def map_shadow(self) -> None:
         if self._shadow_region is None:
             self._shadow_region = Region(self.nbytes)
-            self._shadow_region.populate(0, self.nbytes)
             self._shadow = {name: self._shadow_region.address + offset for name, offset in self._offsets()}
+
+    def reserve_shadow(self) -> None:
+        self.map_shadow()
+        if not self._shadow_is_backed:
+            assert self._shadow_region is not None
+            self._shadow_region.populate(0, self.nbytes)
+            self._shadow_is_backed = True
 
     def seed_shadow(self, param: str) -> None:
         ctypes.memmove(self.address(param, shadow=True), self.address(param), self._sizes[param])
@@ -254,6 +267,7 @@ class NativeWeights:
             yield memoryview((ctypes.c_char * size).from_address(self.address(name))).cast("B")
 
     def release(self) -> None:
+        self._shadow_is_backed = False
         for region in (self._region, self._shadow_region):
             if region is not None:
                 region.release()

@@ -79,7 +79,7 @@ def _generate(args: argparse.Namespace) -> int:
     from .models.config import resolve_model_path
     from .models.tokenizer import Tokenizer
 
-    config = _config(args)
+    config = _config(args) if hasattr(args, "apply") else dataclasses.replace(_config(args), apply="in_place")  # no update will come
     given = {f.name: getattr(args, f"sample_{f.name}") for f in dataclasses.fields(SamplingParams) if hasattr(args, f"sample_{f.name}")}
     params = SamplingParams(**given)
     tokenizer = Tokenizer.from_model(resolve_model_path(config.tokenizer or config.model))

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 
 DTYPES = ("bfloat16", "float32")
+APPLY = ("staged", "in_place")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random", "dummy")
 
 
@@ -101,6 +102,9 @@ class EngineConfig:
     """tokens of prompt and output together; default: the model's context, or what the KV pool holds if that is less"""
     weights_root: str | None = None
     """the folder that weight updates may be loaded from (transport disk), with all below it; default: none"""
+    apply: str = "staged"
+    """where weight updates land. staged: in a second copy that is set aside (memory for it is taken by the first update), so that the old
+    weights serve on; in_place: over the weights in use, with the engine paused, at no memory"""
     tp: int = 1
     """tensor parallel ranks, each a process with its share of heads and MLP, which it must divide (never changes a bit)"""
     sample_padding: bool = False
@@ -128,27 +132,48 @@ class EngineConfig:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
         if not 1 <= self.tp <= 16:
             raise ConfigError(f"tp must be in [1, 16], got {self.tp}")
-
+        if self.apply not in APPLY:
+            raise ConfigError(f"apply must be {' or '.join(APPLY)}, got {self.apply!r}")
         if self.default_pause_ttl_s is not None and not 0 < self.default_pause_ttl_s < math.inf:
             raise ConfigError(f"default_pause_ttl_s must be a finite number > 0, got {self.default_pause_ttl_s}")
 
-    def resolve(self, *, checkpoint_dtype: str, model_context: int, kv_bytes_per_block: int, available_bytes: int) -> EngineConfig:
+    @property
+    def weight_copies(self) -> int:
+        """How often the weights may be in memory at the same time."""
+        return 2 if self.apply == "staged" else 1
+
+    def resolve(
+        self,
+        *,
+        checkpoint_dtype: str,
+        model_context: int,
+        kv_bytes_per_block: int,
+        available_bytes: int,
+        weight_bytes: int = 0,
+        total_bytes: int | None = None,
+    ) -> EngineConfig:
         """Fill every default that depends on the model and the machine.
 
         Args:
             checkpoint_dtype: "bfloat16", "float16" or "float32".
             model_context: max_position_embeddings.
             kv_bytes_per_block: bytes of one KV block over all layers and ranks, for the dtype chosen.
-            available_bytes: memory a KV pool may be taken from.
+            available_bytes: memory that is free before the weights are loaded.
+            weight_bytes: of one copy of the weights, over all ranks.
+            total_bytes: memory of the machine; None: not known.
 
         Raises:
-            ConfigError: the pool would hold no whole block, or max_model_len exceeds the model's context or the pool.
+            ConfigError: the pool would hold no whole block, max_model_len exceeds the model's context or the pool, or the copies of
+                the weights and the pool exceed all memory.
         """
         dtype = self.dtype or ("float32" if checkpoint_dtype == "float32" else "bfloat16")
-        memory = self.cache.memory_bytes if self.cache.memory_bytes is not None else min(2 << 30, available_bytes // 4)
+        # What is free now may look small beside a page cache that would make room: never less than a quarter of it is counted on.
+        free = max(available_bytes - self.weight_copies * weight_bytes, available_bytes // 4)
+        memory = self.cache.memory_bytes if self.cache.memory_bytes is not None else min(2 << 30, free // 4)
         num_blocks = self.cache.num_blocks if self.cache.num_blocks is not None else memory // kv_bytes_per_block
         if num_blocks < 1:
             raise ConfigError(f"the KV pool ({memory} bytes) holds no whole block of {kv_bytes_per_block} bytes: raise cache.memory_bytes")
+        self._check_memory(num_blocks * kv_bytes_per_block, weight_bytes, total_bytes)
         pool_tokens = num_blocks * self.cache.block_tokens
         if self.max_model_len is not None and self.max_model_len > model_context:
             raise ConfigError(f"max_model_len {self.max_model_len} exceeds the model's context of {model_context} tokens")
@@ -168,6 +193,16 @@ class EngineConfig:
         for key, value in dataclasses.asdict(self).items():
             flat.update({f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value})
         return flat
+
+    def _check_memory(self, kv_bytes: int, weight_bytes: int, total_bytes: int | None) -> None:
+        """ConfigError, with what to do, if the weights and the pool cannot be in memory together."""
+        copies = self.weight_copies
+        if total_bytes is None or copies * weight_bytes + kv_bytes <= total_bytes:
+            return
+        needed = f"{copies} x {weight_bytes} bytes of weights and {kv_bytes} of KV pool exceed the {total_bytes} of this machine"
+        if copies == 2 and weight_bytes + kv_bytes <= total_bytes:
+            raise ConfigError(f"{needed}: start with apply = in_place (--apply in_place), so that weight updates need no second copy")
+        raise ConfigError(f"{needed}: lower cache.memory_bytes, or take a smaller model")
 
     @classmethod
     def from_flat(cls, values: dict[str, Any]) -> EngineConfig:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
+from .config import APPLY
 from .folder_update import FolderUpdate
 from .lifecycle import SLEEP_OWNER, UPDATE_OWNER, check_choice
 from .pauses import Pauses
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-APPLY = ("staged", "in_place")
 KV_POLICIES = ("recompute", "keep", "abort")
 MODES = ("full", "partial")
 DEFAULT_UPDATE_S = 600.0
@@ -184,7 +184,7 @@ class Control(Pauses):
             mode: full (the default of a manifest) or partial; an update that grew is full if it came to be.
             version: of the new weights; None takes the current one plus 1. Not below the current one, unless `force`.
             base_version: what a partial update builds on; refused on any other.
-            apply: staged or in_place; None takes what the engine was started with.
+            apply: None takes what the engine was started with; staged needs that it was, in_place is always possible.
             expected: digests by name, for a commit that brings none.
 
         Raises:
@@ -195,7 +195,9 @@ class Control(Pauses):
         if mode is not None:
             check_choice("mode", mode, MODES)
         check_choice("kv_policy", kv_policy, KV_POLICIES)
-        apply = check_choice("apply", apply or "staged", APPLY)
+        apply = check_choice("apply", apply or self._engine.config.apply, APPLY)
+        if apply == "staged" and self._engine.config.apply != "staged":
+            raise BadRequest("apply must be in_place: this engine was started with apply = in_place, without a second copy", "apply")
         version = state.version + 1 if version is None else version
         self._check_base(version, base_version, mode, force)
         try:

@@ -250,6 +250,8 @@ class ModelRunner:
             model_context=model.max_position_embeddings,
             kv_bytes_per_block=layout.block_bytes,
             available_bytes=available_memory(),
+            weight_bytes=needed,
+            total_bytes=total,
         )
 
     @staticmethod
@@ -289,6 +291,8 @@ class ModelRunner:
             library, fields["threads"] = native_lib.load_build(kernels), config.numerics.threads
             self.weights, self._kv = NativeWeights(library, specs, layout.dtype), NativeKv(layout)
             program = (NativeRankProgram if group else NativeProgram)(library, self.weights, self._arrays, self._kv, **fields)
+        if config.apply == "staged":
+            self.weights.map_shadow()
         decoder.record(program, model, float32_logits=config.numerics.head_dtype == "float32")
         self._program = program
 

@@ -14,7 +14,8 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from ...weight_sync.names import TRANSPORTS
-from ..engine.control import APPLY, KV_POLICIES, MODES
+from ..engine.config import APPLY
+from ..engine.control import KV_POLICIES, MODES
 from ..engine.process import memory_bytes
 from ..errors import NotReady
 from ..wire import PROTOCOL_VERSION

@@ -32,7 +32,7 @@ OPEN_FIELDS = (
     Field("transport", mapping, "how the bytes come: {name: http | ipc | collective, offers} or {name: disk, folder}; left out: http"),
     Field("commit", boolean, "disk: also commit, once all is read; the reply comes then"),
     Field("mode", choice(*MODES), "full: every tensor; partial: those named"),
-    Field("apply", choice("staged", "in_place"), "staged: into a second copy, old weights serve on; in_place: the engine pauses"),
+    Field("apply", choice("staged", "in_place"), "staged: a second copy; in_place: the engine pauses; left out: as the server was started"),
     Field("kv_policy", choice(*KV_POLICIES), "what becomes of running requests at the commit"),
     Field("owner", string, "who sends, for the log"),
     Field("deadline_s", seconds, f"after this the update is dropped; default {DEFAULT_UPDATE_S:g}"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from live import OPTIONS, PROMPT, begin, finish, request, steps, sync, versions, write_versions
 from rollsync import Engine, SampleOutput
-from rollsync.rollout.errors import BadRequest, IllegalState, Overloaded, UpdateRefused, VersionUnavailable
+from rollsync.rollout.engine import model_runner
+from rollsync.rollout.engine.model_runner import resident_bytes
+from rollsync.rollout.errors import BadRequest, ConfigError, IllegalState, Overloaded, UpdateRefused, VersionUnavailable
+from rollsync.rollout.selftest.model import tiny_config
 
 
 class Clock:
@@ -404,3 +409,46 @@ def test_a_commit_leaves_to_a_pause_what_it_froze_and_rules_what_runs(
     spans = {"recompute": [(0, 0, 4, False), (1, 4, 12, False)], "keep": [(0, 0, 4, False), (1, 4, 12, True)], "abort": [(0, 0, 4, False)]}
     assert versions(finals["r"][0]) == spans[fate]
     assert versions(finals["queued"][0]) == [(1, 0, 12, False)]  # no token of it is lost: it had none
+
+
+# Where updates land
+
+
+def test_where_updates_land_is_chosen_at_the_start(folders: list[str]) -> None:
+    with Engine(folders[0], apply="in_place", **OPTIONS) as engine:
+        with pytest.raises(BadRequest, match="started with apply = in_place") as refused:
+            begin(engine, folders[1], apply="staged")
+        assert refused.value.field == "apply" and engine.control.status()["weights"]["update"] is None
+        begin(engine, folders[1])
+        assert "paused by update" in str(engine.control.lifecycle.why_not_running())
+    with Engine(folders[0], **OPTIONS) as engine:
+        begin(engine, folders[1])
+        assert engine.control.lifecycle.why_not_running() is None
+
+
+def test_a_second_copy_that_will_not_fit_is_refused_at_the_start(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(folders[0], **OPTIONS) as engine:
+        weights, kv = engine.info.weight_bytes, engine.info.kv_bytes
+    monkeypatch.setattr(model_runner, "total_memory", lambda: int(1.5 * weights) + kv)
+    with pytest.raises(ConfigError, match=r"2 x .* bytes of weights .* start with apply = in_place"):
+        Engine(folders[0], **OPTIONS)
+    Engine(folders[0], apply="in_place", **OPTIONS).close()
+    monkeypatch.setattr(model_runner, "total_memory", lambda: 3 * weights)
+    monkeypatch.setattr(model_runner, "available_memory", lambda: 3 * weights)
+    options = {name: value for name, value in OPTIONS.items() if name != "num_blocks"}
+    pools = {}
+    for apply in ("staged", "in_place"):
+        with Engine(folders[0], apply=apply, **options) as engine:
+            pools[apply] = engine.info.kv_bytes
+    assert pools["staged"] < pools["in_place"] and 2 * weights + pools["staged"] <= 3 * weights
+
+
+def test_the_second_copy_costs_nothing_before_the_first_staged_update(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(vocab_size=4096, hidden_size=512, head_dim=64)))
+    grown = {}
+    for apply in ("in_place", "staged"):
+        before = resident_bytes()
+        with Engine(str(tmp_path), load_format="random", apply=apply, **OPTIONS) as engine:
+            grown[apply] = resident_bytes() - before
+            weights = engine.info.weight_bytes
+    assert grown["staged"] < grown["in_place"] + 0.5 * weights
