@@ -57,6 +57,9 @@ class UpdateControl(Protocol):
     def groups(self) -> dict[str, Any]:
         """State of the engine's groups by name."""
 
+    def shards(self) -> list[dict[str, list[list[list[int]]]]]:
+        """What every rank of the engine keeps: [offsets, lengths] of boxes by tensor name."""
+
 
 class HttpControl:
     """The weight routes of one server over a kept connection, and one more for an update it holds. Not for use by two threads at once.
@@ -179,6 +182,10 @@ class HttpControl:
 
     def groups(self) -> dict[str, Any]:
         reply: dict[str, Any] = self.call("GET", "/v1/weights/groups")["groups"]
+        return reply
+
+    def shards(self) -> list[dict[str, list[list[list[int]]]]]:
+        reply: list[dict[str, list[list[list[int]]]]] = self.call("GET", "/v1/weights/shards")["ranks"]
         return reply
 
     def status(self, update_id: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TRANSPORTS = ("http", "ipc", "collective", "disk")
+TRANSPORTS = ("http", "ipc", "collective", "reshard", "disk")
 """those an engine can receive by; a server lists them as capabilities, which senders ask for"""
 BACKENDS = ("gloo", "nccl")
 """of groups"""

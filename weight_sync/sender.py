@@ -28,8 +28,9 @@ from .transports.base import HttpTransport, Transport
 from .transports.broadcast import Broadcast
 from .transports.disk import DiskTransport
 from .transports.ipc import SharedBuffers
+from .transports.shards import Reshard, Submit
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers, "collective": Broadcast}
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers, "collective": Broadcast, "reshard": Reshard}
 
 
 def _typed(buffer: memoryview | Tensor, dtype: torch.dtype, start: int, count: int) -> Tensor:
@@ -57,7 +58,8 @@ class WeightSender:
     Args:
         engines: URLs, or objects with the calls of `UpdateControl`.
         source: this rank's weights.
-        transport: "ipc" (same host), "collective" (gloo, NCCL), "http", "disk" (with `folder`, see `DiskTransport`), or an object.
+        transport: "ipc" (same host), "collective" or "reshard" (gloo, NCCL), "http", "disk" (with `folder`, see `DiskTransport`),
+            or an object.
         bucket_bytes: size of one message; a rank holds two.
         token: bearer token of the control routes.
         options: passed to every open: mode, apply, kv_policy, deadline_s, refuse_nonfinite, ...
@@ -115,8 +117,11 @@ class WeightSender:
             return self._sync_folder(self._disk, version, {**self._options, **options}, began)
         manifest = self._agree()
         buckets = manifest.buckets_of(self._ranks.rank)
-        self._transport.prepare(max((b.nbytes for b in buckets), default=1))
         options = {**self._options, **options}
+        if isinstance(self._transport, Reshard):
+            self._transport.arrange(self._engines, self._ranks)
+        else:
+            self._transport.prepare(max((b.nbytes for b in buckets), default=1))
         self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)))
         offers = self._ranks.gather(self._transport.offer())
         told = {"name": self._transport.name, "offers": offers}
@@ -211,6 +216,11 @@ class WeightSender:
         """Pack and hand over this rank's buckets; digest parts by name."""
         if self._ranks.rank > 0:  # rank 0 holds what it opened: whichever rank dies, no engine waits for it
             self._each(lambda engine: engine.hold(ids[engine.address]))
+        if isinstance(transport := self._transport, Reshard):
+            submit: Submit = lambda engine, made, index: self._lanes[engine.address].submit(  # noqa: E731
+                transport.send, engine, ids[engine.address], made.buckets[0], index
+            )
+            return transport.stream(manifest, self._source, self._engines, submit, self._fill)
         parts: dict[str, int] = {}
         flying: list[list[Future[None]]] = [[] for _ in range(self._transport.num_buffers)]
         pieces = self._pieces(manifest, buckets)

@@ -340,6 +340,11 @@ class Control(Pauses):
                 values[row + i][col : col + len(part)] = part
         return {"shape": shape, "values": values if len(shape) == 2 else [v for (v,) in values]}
 
+    def shards(self) -> list[dict[str, list[list[list[int]]]]]:
+        """What each rank keeps: [offsets, lengths] of boxes by checkpoint name; from any thread."""
+        ranks = self._engine.runner.updates.wanted()
+        return [{name: [[list(b.offset), list(b.length)] for b in boxes] for name, boxes in rank.items()} for rank in ranks]
+
     def find_update(self, update_id: str) -> Update:
         """Raises UnknownUpdate for an id that is unknown or forgotten."""
         if update_id not in self.updates:

@@ -207,6 +207,7 @@ ASIDE = {
     "chunk": "take_chunk",
     "extend": "extend_update",
     "digests": "digests",
+    "shards": "shards",
     "update_status": "update_status",
     "bind_group": "groups.bind",
     "join_group": "groups.join",

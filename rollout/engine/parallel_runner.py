@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...weight_sync.boxes import Box
 from ...weight_sync.digest import combine
 from ...weight_sync.manifest import Manifest, TensorEntry
 from ...weight_sync.transports.groups import Groups
@@ -195,7 +196,20 @@ class RankUpdates:
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
         own = lambda: self._own.prepare(digests, refuse_nonfinite=refuse_nonfinite)  # noqa: E731
         given = None if digests is None else dict(digests)
-        return _joined(self._ranks.call("prepare", [given, refuse_nonfinite], own, timeout_s=WEIGHTS_TIMEOUT_S))
+        problems = _joined(self._ranks.call("prepare", [given, refuse_nonfinite], own, timeout_s=WEIGHTS_TIMEOUT_S))
+        return problems or self._shares_that_differ(digests or {})
+
+    def _shares_that_differ(self, digests: Mapping[str, int]) -> list[str]:
+        """Of tensors that came to the ranks in shares: those whose shares do not add up to what the sender says."""
+        found = _added(self._ranks.call("shares", [], self._own.shares, timeout_s=WEIGHTS_TIMEOUT_S))
+        return [
+            f"{name}: digest {value:016x} arrived, the sender says {digests[name]:016x}"
+            for name, value in found.items()
+            if name in digests and digests[name] != value
+        ]
+
+    def wanted(self) -> list[dict[str, list[Box]]]:
+        return self._own.wanted()
 
     def commit(self, version: int) -> None:
         self._ranks.call("commit", [version], lambda: self._own.commit(version))
@@ -210,15 +224,20 @@ class RankUpdates:
         return self._own.progress()
 
     def digests(self) -> dict[str, int]:
-        parts: dict[str, list[int]] = {}
-        for found in self._ranks.call("digests", [], self._own.digests, timeout_s=WEIGHTS_TIMEOUT_S):
-            for name, digest in found.items():
-                parts.setdefault(name, []).append(digest)
-        return {name: combine(values) for name, values in parts.items()}
+        return _added(self._ranks.call("digests", [], self._own.digests, timeout_s=WEIGHTS_TIMEOUT_S))
 
     def values(self, name: str, rows: int) -> dict[str, Any]:
         found = self._ranks.call("values", [name, rows], lambda: self._own.values(name, rows), timeout_s=WEIGHTS_TIMEOUT_S)
         return {"shape": found[0]["shape"], "pieces": [piece for one in found for piece in one["pieces"]]}
+
+
+def _added(found: list[dict[str, int]]) -> dict[str, int]:
+    """Digests by name out of every rank's share of them."""
+    parts: dict[str, list[int]] = {}
+    for own in found:
+        for name, digest in own.items():
+            parts.setdefault(name, []).append(digest)
+    return {name: combine(values) for name, values in parts.items()}
 
 
 def _joined(found: list[list[str]]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...weight_sync.boxes import Box
 from ...weight_sync.manifest import Manifest, TensorEntry
 from .config import EngineConfig
 from .types import StepPlan, StepResult
@@ -98,6 +99,9 @@ class UpdatesLike(Protocol):
 
     def progress(self) -> dict[str, Any]:
         """bytes, received_bytes and missing_chunks of the open update; from any thread."""
+
+    def wanted(self) -> list[dict[str, list[Box]]]:
+        """What each rank keeps of a checkpoint, by name; from any thread."""
 
     def digests(self) -> dict[str, int]:
         """Of the live weights, by checkpoint name, in the engine's dtype; from any thread."""

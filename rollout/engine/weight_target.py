@@ -94,6 +94,20 @@ def missing_tensors(cfg: DecoderConfig, manifest: Manifest) -> list[str]:
     return [f"{name} {list(shape)} is missing" for name, shape in hf_shapes(cfg).items() if name not in names]
 
 
+def wanted_boxes(cfg: DecoderConfig, tp_rank: int, tp_size: int) -> dict[str, list[Box]]:
+    """What a rank keeps of each checkpoint tensor, by name; tensors of which it keeps nothing are left out."""
+    wanted = {}
+    for name, shape in hf_shapes(cfg).items():
+        boxes = [
+            Box((w.src_row,), (w.rows,)) if len(shape) == 1 else Box((w.src_row, w.src_col), (w.rows, w.cols))
+            for w in plan(cfg, name, tp_rank, tp_size)
+            if w.rows * w.cols
+        ]
+        if boxes:
+            wanted[name] = boxes
+    return wanted
+
+
 def manifest_problems(cfg: DecoderConfig, manifest: Manifest, mode: str | None) -> list[str]:
     """What keeps a manifest from being an update of this model; empty if nothing does."""
     wanted = hf_shapes(cfg)

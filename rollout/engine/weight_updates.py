@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...kernels.weights import Weights
+from ...weight_sync.boxes import Box
 from ...weight_sync.manifest import ChunkError, Manifest, ManifestError, TensorEntry
 from ...weight_sync.receiver import Receiver
+from ...weight_sync.reshard import received_by
 from ...weight_sync.transports.groups import Groups
 from ...weight_sync.transports.links import Link, make_link
 from ..models.config import DecoderConfig
-from .weight_target import ParamTarget, live_digests, live_values, manifest_problems, missing_tensors, tie_problems
+from .weight_target import ParamTarget, live_digests, live_values, manifest_problems, missing_tensors, tie_problems, wanted_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class _Open:
     receiver: Receiver
     target: ParamTarget
     link: Link
+    shared_out: frozenset[str]
+    """tensors of which only parts come to this rank, so that its digests are parts as well"""
 
 
 class WeightUpdates:
@@ -43,10 +47,11 @@ class WeightUpdates:
         if problems := manifest_problems(self._cfg, first, mode if manifest is not None else "partial"):
             return problems
         target = ParamTarget(self._cfg, self._weights, staged=staged, tp_rank=self._rank, tp_size=self._size)
-        receiver = Receiver(first, target)
+        reshards = isinstance(transport, Mapping) and transport.get("name") == "reshard"
+        receiver = Receiver(received_by(first, self.wanted(), self._rank) if reshards else first, target)
         link = make_link(transport, self.groups, receiver.bucket, self._rank)
         target.cover(first.tensors)
-        self._open = _Open(update_id, receiver, target, link)
+        self._open = _Open(update_id, receiver, target, link, self._shared_out(first) if reshards else frozenset())
         return []
 
     def extend(self, update_id: str, tensors: Sequence[TensorEntry], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -88,8 +93,27 @@ class WeightUpdates:
 
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
         assert self._open is not None
-        receiver = self._open.receiver
-        return receiver.problems(digests, refuse_nonfinite=refuse_nonfinite) or tie_problems(self._cfg, receiver.digests())
+        receiver, shared_out = self._open.receiver, self._open.shared_out
+        expected = None if digests is None else {name: value for name, value in digests.items() if name not in shared_out}
+        found = {name: value for name, value in receiver.digests().items() if name not in shared_out}
+        if shared_out and digests is not None:  # a tied head that the trainer has but nobody here wants
+            found |= digests
+        return receiver.problems(expected, refuse_nonfinite=refuse_nonfinite) or tie_problems(self._cfg, found)
+
+    def wanted(self) -> list[dict[str, list[Box]]]:
+        """What each rank of the engine keeps, by checkpoint name."""
+        return [wanted_boxes(self._cfg, rank, self._size) for rank in range(self._size)]
+
+    def _shared_out(self, manifest: Manifest) -> frozenset[str]:
+        """Tensors that do not come to this rank whole."""
+        mine = self.wanted()[self._rank]
+        return frozenset(t.name for t in manifest.tensors if mine.get(t.name) != [Box.whole(t.shape)])
+
+    def shares(self) -> dict[str, int]:
+        """Digests of what came of the tensors that are shared out among the ranks: they add up to those of whole tensors."""
+        assert self._open is not None
+        wanted, mine = self._open.shared_out, self.wanted()[self._rank]
+        return {name: value for name, value in self._open.receiver.digests().items() if name in wanted and name in mine}
 
     def commit(self, version: int) -> None:
         assert self._open is not None

@@ -81,6 +81,7 @@ class Worker:
             "abort": updates.abort,
             "digests": updates.digests,
             "values": updates.values,
+            "shares": updates.shares,
             "join_group": self._join_group,
             "leave_group": updates.groups.leave,
             "sleep": runner.sleep,

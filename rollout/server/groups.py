@@ -14,7 +14,7 @@ from .audit import note
 from .checks import Field, Schema, choice, integer, object_schema, read, seconds, string
 from .replies import reply, take
 from .rollouts import RolloutService
-from .schemas import BOOLEAN, COUNT, INTEGER, OBJECT, STRING, Item, reply_schema, route
+from .schemas import BOOLEAN, COUNT, INTEGER, OBJECT, STRING, Item, array, reply_schema, route
 
 router = APIRouter()
 MAX_RANKS = 1 << 16
@@ -100,6 +100,12 @@ async def groups(request: Request) -> Response:
     return reply(request, {"groups": await _service(request).engine.aside(_lane(), "groups")})
 
 
+@router.get("/v1/weights/shards", openapi_extra=route("Weights", "control", gives="Shards"))
+async def shards(request: Request) -> Response:
+    """What each rank of the engine keeps of every tensor: what transport reshard sends to it."""
+    return reply(request, {"ranks": await _service(request).engine.aside(_lane(), "shards")})
+
+
 _GROUP: Schema = reply_schema(
     "A group as the engine's first rank sees it.",
     Item("name", STRING),
@@ -124,6 +130,7 @@ COMPONENTS = {
         Item("backend", STRING),
     ),
     "Group": _GROUP,
+    "Shards": reply_schema("", Item("ranks", array(OBJECT), "by rank: by tensor name, boxes as [offsets, lengths]")),
     "GroupLeft": reply_schema("", Item("changed", BOOLEAN, "false if there was none of that name")),
     "Groups": reply_schema("", Item("groups", OBJECT, "by name: state, host, port, rank, size, backend, reason")),
 }

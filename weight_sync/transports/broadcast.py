@@ -1,4 +1,4 @@
-"""The sending end of the `collective` transport: packed buckets, broadcast to each engine over a group of its own."""
+"""The sending end of transports over groups, and of `collective`: packed buckets, broadcast to each engine over a group of its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from .collective import Group, Operation, form
 from .rendezvous import Store
 
 
-class Broadcast(Transport):
-    """Buckets by broadcast, double-buffered: one is packed while another is on its way.
+class GroupTransport(Transport):
+    """What transports over groups share: one group per engine, formed at the first sync and kept.
 
-    Groups are formed at the first sync and kept. After a failure, or if an engine has lost its end (it was restarted, another
-    trainer took the name), the next sync forms them anew.
+    After a failure, or if an engine has lost its end (it was restarted, another trainer took the name), the next sync forms them anew.
 
     Args:
         group: their name; a trainer that comes back under the same name takes over what its predecessor left behind.
@@ -30,18 +29,18 @@ class Broadcast(Transport):
         device: where buckets are packed; cuda sends by NCCL.
     """
 
-    name = "collective"
     num_buffers = 2
 
     def __init__(
-        self, group: str = "default", *, port: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str = "cpu"
+        self, group: str, *, port: int = 0, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str = "cpu"
     ) -> None:
         self._name, self._port, self._timeout_s, self._device = group, port, timeout_s, torch.device(device)
+        self._gpu = self._device if self._device.type == "cuda" else None
         self._groups: dict[str, Group] = {}
         """by the engine's address"""
         self._buffers: list[Tensor] = []
-        self._under_way: dict[tuple[str, int], Operation | GroupError] = {}
-        """by the engine's address and the bucket's sequence"""
+        self._under_way: dict[tuple[str, int], list[Operation] | GroupError] = {}
+        """by the engine's address and the sequence"""
 
     def prepare(self, buffer_bytes: int) -> None:
         if not self._buffers or self._buffers[0].numel() < buffer_bytes:
@@ -53,37 +52,25 @@ class Broadcast(Transport):
     def offer(self) -> dict[str, Any]:
         return {"group": self._name}
 
-    def connect(self, control: UpdateControl, rank: int) -> None:
-        if rank and not self._name.endswith(f".{rank}"):
-            self._name += f".{rank}"
+    def is_up(self, control: UpdateControl) -> bool:
+        """Whether this end of an engine's group can be used."""
         group = self._groups.get(control.address)
-        if group is not None and not group.closed_because:
-            theirs = control.groups().get(self._name, {})
-            if theirs.get("state") == "formed" and theirs.get("port") == group.port:
-                return
-        if group is not None:
-            group.close("it is formed anew")
-        self._groups[control.address] = meet_engine(
-            control, self._name, port=self._port, timeout_s=self._timeout_s, device=self._device if self._device.type == "cuda" else None
-        )
+        return group is not None and not group.closed_because
 
-    def start(self, control: UpdateControl, bucket: Bucket, index: int) -> None:
-        """Begin the broadcast, in the order of sequences. What fails here is raised by `send`, if the engine has no better words."""
-        data = self._buffers[index][: bucket.nbytes]
-        try:
-            operation: Operation | GroupError = self._groups[control.address].broadcast(data, 0, what=f"bucket {bucket.sequence}")
-        except GroupError as error:
-            operation = error
-        self._under_way[control.address, bucket.sequence] = operation
+    def is_up_there(self, control: UpdateControl) -> bool:
+        """Whether the engine still holds the other end of it."""
+        theirs = control.groups().get(self._name, {})
+        return bool(theirs.get("state") == "formed" and theirs.get("port") == self._groups[control.address].port)
 
     def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
-        operation = self._under_way.pop((control.address, bucket.sequence))
+        operations = self._under_way.pop((control.address, bucket.sequence))
         try:
-            # The engine's reply first: if anything is wrong there, it says so while a broadcast would only run into its deadline.
+            # The engine's reply first: if anything is wrong there, it says so while a transfer would only run into its deadline.
             control.chunk(update_id, bucket.sender, bucket.sequence)
-            if isinstance(operation, GroupError):
-                raise operation
-            operation.wait()
+            if isinstance(operations, GroupError):
+                raise operations
+            for operation in operations:
+                operation.wait()
         except (UpdateError, GroupError) as error:
             self._groups[control.address].close(f"bucket {bucket.sequence} failed: {error}")
             raise
@@ -100,6 +87,34 @@ class Broadcast(Transport):
         self._buffers.clear()
 
 
+class Broadcast(GroupTransport):
+    """Buckets by broadcast, double-buffered: one is packed while another is on its way. Each trainer rank has groups of its own."""
+
+    name = "collective"
+
+    def __init__(self, group: str = "default", **options: Any) -> None:
+        super().__init__(group, **options)
+
+    def connect(self, control: UpdateControl, rank: int) -> None:
+        if rank and not self._name.endswith(f".{rank}"):
+            self._name += f".{rank}"
+        if self.is_up(control) and self.is_up_there(control):
+            return
+        if (old := self._groups.get(control.address)) is not None:
+            old.close("it is formed anew")
+        self._groups[control.address] = meet_engine(control, self._name, port=self._port, timeout_s=self._timeout_s, device=self._gpu)
+
+    def start(self, control: UpdateControl, bucket: Bucket, index: int) -> None:
+        """Begin the broadcast, in the order of sequences. What fails here is raised by `send`, if the engine has no better words."""
+        data = self._buffers[index][: bucket.nbytes]
+        operations: list[Operation] | GroupError
+        try:
+            operations = [self._groups[control.address].broadcast(data, 0, what=f"bucket {bucket.sequence}")]
+        except GroupError as error:
+            operations = error
+        self._under_way[control.address, bucket.sequence] = operations
+
+
 def meet_engine(
     control: UpdateControl,
     name: str,
@@ -114,12 +129,12 @@ def meet_engine(
     """Form a group with one engine, as its rank `rank`: the engine chooses the place, then both sides join at once.
 
     Args:
-        place: the engine's answer to `bind_group`, if another rank has asked; then that rank also has the engine join.
+        senders: ranks below the engine's. The first of them has the engine join.
+        place: the engine's answer to `bind_group`, if it was asked before.
 
     Raises:
         UpdateError: with the engine's own words, and those of this end.
     """
-    leads = place is None
     where = place or control.bind_group({"name": name, "port": port, "senders": senders})
     gone = threading.Event()
     outcome: list[Group | GroupError] = []
@@ -136,7 +151,7 @@ def meet_engine(
     here = threading.Thread(target=join_here, name="rollsync-group-join", daemon=True)
     here.start()
     told: Exception | None = None
-    if leads:
+    if rank == 0:
         try:
             control.join_group(name, {"rank": senders, "world_size": where["world_size"], "timeout_s": timeout_s})
         except UpdateError as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..manifest import Bucket, ChunkError
 from ..names import DEFAULT_TIMEOUT_S, GroupError
-from .collective import Group, form
+from .collective import Group, Operation, form
 from .rendezvous import Store
 
 MAX_GROUPS = 64
@@ -152,21 +152,21 @@ class Groups:
             self._replace(name, None)
 
 
-class CollectiveLink:
-    """Receives an update's buckets by broadcast, each sender over a group of its own, in the order in which it sends.
+Bucketing = Callable[[int, int], Bucket]
+"""(sender, sequence) -> what is known of that chunk; raises ChunkError for one that is not (`Receiver.bucket`)"""
+Begin = Callable[[Tensor, Bucket], Operation]
+"""starts the reception of a bucket into a buffer"""
 
-    There are two buffers per sender: while a bucket is taken out of one, the next is being received into the other.
 
-    Args:
-        groups: by sender.
-        bucket: what is known of a chunk (Receiver.bucket); raises ChunkError for one that is not.
-        first: the sequence number of the first bucket that is broadcast.
-    """
+class GroupLink:
+    """Receives an update's buckets from senders, from each in the order in which it sends."""
 
-    def __init__(self, groups: list[Group], bucket: Callable[[int, int], Bucket], first: int = 0) -> None:
-        self._lines = [_Line(group, sender, bucket, first) for sender, group in enumerate(groups)]
+    def __init__(self, lines: list[_Line]) -> None:
+        self._lines = lines
 
     def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
+        if not bucket.nbytes:
+            return memoryview(b"")
         if not 0 <= bucket.sender < len(self._lines):
             raise ChunkError(f"sender {bucket.sender} has no group in this update; it has {len(self._lines)}")
         data: Any = self._lines[bucket.sender].take(bucket).cpu().numpy()
@@ -181,39 +181,74 @@ class CollectiveLink:
             line.close()
 
 
-class _Line:
-    """What comes from one sender."""
+class CollectiveLink(GroupLink):
+    """By broadcast, each sender over a group of its own.
 
-    def __init__(self, group: Group, sender: int, bucket: Callable[[int, int], Bucket], first: int) -> None:
-        self.group, self._sender, self._bucket = group, sender, bucket
+    Args:
+        groups: by sender.
+        first: the sequence number of the first bucket that is broadcast.
+    """
+
+    def __init__(self, groups: list[Group], bucket: Bucketing, first: int = 0) -> None:
+        def begin(group: Group) -> Begin:
+            return lambda data, b: group.broadcast(data, 0, what=f"bucket {b.sequence}")
+
+        super().__init__([_Line(group, sender, bucket, begin(group), first) for sender, group in enumerate(groups)])
+
+
+class ReshardLink(GroupLink):
+    """Point to point, from every sender of one group: the ranks below the engine's."""
+
+    def __init__(self, group: Group, bucket: Bucketing) -> None:
+        def begin(data: Tensor, b: Bucket) -> Operation:
+            return group.recv(data, b.sender, what=f"bucket {b.sequence}")
+
+        super().__init__([_Line(group, sender, bucket, begin) for sender in range(group.rank)])
+
+
+class _Line:
+    """What comes from one sender. Of two buffers one is being read while the next bucket is received into the other."""
+
+    def __init__(self, group: Group, sender: int, bucket: Bucketing, start: Begin, first: int = 0) -> None:
+        self.group, self._sender, self._bucket, self._start = group, sender, bucket, start
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=group.device)] * 2
-        self._next = first
-        self._ahead: tuple[Tensor, Any] | None = None
+        self._turn, self._next = 0, first
+        self._ahead: tuple[Tensor, Operation] | None = None
         """bucket `_next`, if its reception has begun"""
         self._waiting = False
 
     def take(self, bucket: Bucket) -> Tensor:
         """The bytes of the sender's next bucket, valid until the next call."""
-        if bucket.sequence != self._next:
-            raise ChunkError(f"chunk {bucket.sequence} of sender {self._sender} is not next in its broadcasts: {self._next} is")
+        due = self._due()
+        if due is None or due.sequence != bucket.sequence:
+            raise ChunkError(f"chunk {bucket.sequence} of sender {self._sender} is not next in what it sends: {self._next} is")
+        self._waiting = True
         data, operation = self._ahead or self._begin(bucket)
-        self._waiting, self._ahead = True, None
+        self._ahead = None
         operation.wait()
         self._waiting = False
         self._next += 1
-        try:
-            following = self._bucket(self._sender, self._next)
-        except ChunkError:
-            return data
-        self._ahead = self._begin(following)
+        if (due := self._due()) is not None:
+            self._ahead = self._begin(due)
         return data
 
-    def _begin(self, bucket: Bucket) -> tuple[Tensor, Any]:
-        index = bucket.sequence % 2
-        if self._buffers[index].numel() < bucket.nbytes:
-            self._buffers[index] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.group.device)
-        data = self._buffers[index][: bucket.nbytes]
-        return data, self.group.broadcast(data, 0, what=f"bucket {bucket.sequence}")
+    def _due(self) -> Bucket | None:
+        """The next bucket that holds anything, if it is known."""
+        while True:
+            try:
+                bucket = self._bucket(self._sender, self._next)
+            except ChunkError:
+                return None
+            if bucket.nbytes:
+                return bucket
+            self._next += 1
+
+    def _begin(self, bucket: Bucket) -> tuple[Tensor, Operation]:
+        self._turn = 1 - self._turn
+        if self._buffers[self._turn].numel() < bucket.nbytes:
+            self._buffers[self._turn] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.group.device)
+        data = self._buffers[self._turn][: bucket.nbytes]
+        return data, self._start(data, bucket)
 
     def close(self) -> None:
         if self._ahead is not None or self._waiting:

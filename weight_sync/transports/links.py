@@ -11,7 +11,7 @@ from ..manifest import Bucket
 from ..names import TRANSPORTS
 from .collective import Group
 from .disk import DiskLink
-from .groups import CollectiveLink, Groups
+from .groups import CollectiveLink, Groups, ReshardLink
 from .ipc import MappedBuffers
 from .torch_handles import bytes_of
 
@@ -142,6 +142,11 @@ def make_link(transport: Any, groups: Groups | None = None, bucket: Callable[[in
         return CollectiveLink([groups.get(group) for group in _group_names(transport)], bucket)
     if name == "mixed" and groups is not None and bucket is not None:
         return MixedLink(groups, bucket, rank)
+    if name == "reshard" and groups is not None and bucket is not None:
+        names = _group_names(transport)
+        if len(set(names)) > 1:
+            raise LinkError(f"all senders of reshard share one group, got {', '.join(names)}")
+        return ReshardLink(groups.get(names[0]), bucket)
     raise LinkError(f"transport.name must be one of {', '.join(TRANSPORTS)}, got {name!r}")
 
 
@@ -150,5 +155,5 @@ def _group_names(transport: Mapping[str, Any]) -> list[str]:
     given = [offer.get("group") if isinstance(offer, dict) else None for offer in offers] if isinstance(offers, list) else []
     names = [name for name in given if isinstance(name, str)]
     if not names or len(names) < len(given):
-        raise LinkError("collective needs transport.group, or one offer with a group per sender")
+        raise LinkError("a transport over groups needs transport.group, or one offer with a group per sender")
     return names
