@@ -105,7 +105,7 @@ class Trainer:
             process.communicate()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """One model, two sets of weights; its vocabulary is uneven over two ranks."""
     root = tmp_path_factory.mktemp("reshard")
