@@ -15,6 +15,8 @@ _EXPORTS = {
     "EngineConfig": ".rollout.engine.config",
     "RolloutClient": ".rollout.client",
     "AsyncRolloutClient": ".rollout.client",
+    "RolloutFleet": ".rollout.fleet",
+    "AsyncRolloutFleet": ".rollout.fleet",
     "RolloutRequest": ".rollout.engine.types",
     "SampleOutput": ".rollout.engine.types",
     "SamplingParams": ".rollout.engine.types",
@@ -38,6 +40,7 @@ _EXPORTS = {
 }
 __all__ = [
     "AsyncRolloutClient",
+    "AsyncRolloutFleet",
     "BadRequest",
     "ConfigError",
     "DetachLimit",
@@ -52,6 +55,7 @@ __all__ = [
     "PromptTooLong",
     "ProtocolMismatch",
     "RolloutClient",
+    "RolloutFleet",
     "RolloutRequest",
     "RollsyncError",
     "SampleOutput",

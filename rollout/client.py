@@ -292,8 +292,8 @@ class AsyncRolloutClient(AsyncControlVerbs):
         async for item in self._stream(reattach_call(request_id, "tokens" if tokens else "samples")):
             yield item
 
-    async def _stream(self, call: Call[Any]) -> AsyncIterator[StreamItem]:
-        frames = Frames()
+    async def _stream(self, call: Call[Any], frames: Frames | None = None) -> AsyncIterator[StreamItem]:
+        frames = frames or Frames()
         try:
             with self._pool() as http:
                 async with http.stream(call.method, call.path, **sent(call)) as response:

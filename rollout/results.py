@@ -270,6 +270,8 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._id = ""
+        self.started: dict[str, Any] = {}
+        """the first event: id, model, fingerprint, prompts"""
         self.done = False
 
     def feed(self, chunk: bytes) -> Iterator[StreamItem]:
@@ -287,7 +289,7 @@ class Frames:
     def _item(self, event: dict[str, Any]) -> Iterator[StreamItem]:
         kind, index = event["event"], event.get("prompt_index", -1)
         if kind == "start":
-            self._id = event["id"]
+            self._id, self.started = event["id"], event
         elif kind == "done":
             self.done = True
         elif kind == "delta":

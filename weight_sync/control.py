@@ -19,12 +19,21 @@ class UpdateError(RuntimeError):
     def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+        self.report: Any = None
+        """of a sync: a SyncReport of what became of each engine"""
+
+
+class EngineLost(UpdateError):
+    """It did not answer."""
 
 
 class UpdateControl(Protocol):
     """One engine, as a sender sees it."""
 
     address: str
+
+    def look(self, timeout_s: float) -> dict[str, Any]:
+        """What it holds: "version", "valid", and "epoch" and "instance", which together name its weights. EngineLost if it is down."""
 
     def require(self, capabilities: Iterable[str]) -> None:
         """UpdateError naming those that the engine's server lacks."""
@@ -78,6 +87,7 @@ class HttpControl:
         self.address = url.rstrip("/")
         self._prefix = parts.path.rstrip("/")
         self._connect: Callable[[], http.client.HTTPConnection] = functools.partial(kind, parts.hostname, parts.port, timeout=timeout_s)
+        self._timeout_s = timeout_s
         self._connection = self._connect()
         self._held: dict[str, tuple[http.client.HTTPConnection, http.client.HTTPResponse]] = {}
         self._capabilities: frozenset[str] | None = None
@@ -88,6 +98,17 @@ class HttpControl:
             self.release(update_id)
         self._connection.close()
 
+    def look(self, timeout_s: float) -> dict[str, Any]:
+        found = self.call("GET", "/v1/engine/status", timeout_s=timeout_s)
+        if found["reason"] is not None or found["weights"] is None:
+            raise EngineLost(f"{self.address}: {found['reason'] or 'the engine is still loading'}")
+        held: dict[str, Any] = found["weights"]
+        return held
+
+    def _lost(self, error: Exception) -> EngineLost:
+        self._capabilities = None  # another server may come in its place
+        return EngineLost(f"{self.address}: {type(error).__name__}: {error}")
+
     def require(self, capabilities: Iterable[str]) -> None:
         if self._capabilities is None:
             told = self.call("GET", "/version")
@@ -95,11 +116,16 @@ class HttpControl:
         if lacking := sorted(set(capabilities) - self._capabilities):
             raise UpdateError(f"{self.address} lacks {', '.join(lacking)}: install the same rollsync on both sides, or choose another way")
 
-    def call(self, method: str, path: str, body: Any = None, content_type: str = "application/msgpack") -> Any:
+    def call(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/msgpack", timeout_s: float | None = None
+    ) -> Any:
         """One call; the decoded reply. Raises UpdateError with the server's words."""
         headers = {**self._headers, **({"Content-Type": content_type} if body is not None else {})}
+        self._connection.timeout = timeout_s or self._timeout_s
         for attempt in (0, 1):
             fresh = self._connection.sock is None
+            if not fresh:
+                self._connection.sock.settimeout(self._connection.timeout)
             try:
                 self._connection.request(method, self._prefix + path, body, headers)
                 response = self._connection.getresponse()
@@ -108,10 +134,10 @@ class HttpControl:
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
                 self._connection.close()
                 if fresh or attempt:  # only a kept connection may have been closed in between
-                    raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+                    raise self._lost(error) from error
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
-                raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+                raise self._lost(error) from error
         return self._value(response.status, raw)
 
     def _value(self, status: int, raw: bytes) -> Any:
@@ -144,7 +170,7 @@ class HttpControl:
             first: dict[str, Any] = msgpack.unpackb(response.read(*struct.unpack("<I", response.read(4))))
         except (OSError, http.client.HTTPException, struct.error, ValueError) as error:
             connection.close()
-            raise UpdateError(f"{self.address}: {type(error).__name__}: {error}") from error
+            raise self._lost(error) from error
         except UpdateError:
             connection.close()
             raise

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,15 +20,16 @@ from .control import HttpControl, UpdateControl, UpdateError
 from .digest import combine
 from .fill import Fill, fill
 from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, plan
-from .ranks import Alone, Ranks, agree, together
+from .ranks import Alone, Ranks, agree
 from .ranks import DistRanks as DistRanks
 from .receiver import TORCH_DTYPES
+from .replicas import Failure, Flights, Replica, Round
 from .sources import WeightSource
 from .transports.base import HttpTransport, Transport
 from .transports.broadcast import Broadcast
-from .transports.disk import DiskTransport
+from .transports.disk import DiskTransport, until_read
 from .transports.ipc import SharedBuffers
-from .transports.shards import Reshard, Submit
+from .transports.shards import Reshard
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers, "collective": Broadcast, "reshard": Reshard}
 
@@ -47,9 +48,26 @@ class SyncReport:
     version: int
     nbytes: int
     seconds: dict[str, float] = field(default_factory=dict)
-    """by phase: open, send, commit, total"""
+    """by phase: open (disk: the writing too), send (disk: until all is read), commit, total"""
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     """by address: the engine's own words on its commit"""
+    failed: dict[str, Failure] = field(default_factory=dict)
+    """by address: engines that did not commit, and why"""
+    folder: Path | None = None
+    """of the transport disk: what was written"""
+
+
+@dataclass(kw_only=True)
+class _Last:
+    """The last version that engines committed."""
+
+    version: int
+    options: dict[str, Any]
+    digests: dict[str, int] | None
+    folder: Path | None
+    """of the transport disk: where it still is"""
+    holders: dict[str, tuple[Any, Any]]
+    """by address: instance and epoch, which together name an engine's weights"""
 
 
 class WeightSender:
@@ -88,16 +106,18 @@ class WeightSender:
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, disk, got {transport!r}")
         given = [engines] if isinstance(engines, str) else list(engines)
-        self._engines = [HttpControl(e, token, timeout_s) if isinstance(e, str) else e for e in given]
+        self._token, self._timeout_s = token, timeout_s
+        self._replicas: dict[str, Replica] = {}
+        for engine in given:
+            self.add(engine)
         self._source, self._ranks = source, ranks or Alone()
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
         self._bucket_bytes, self._fill, self._options = bucket_bytes, fill, options
-        # One thread per engine: its calls keep their order, and no engine waits for another.
-        self._lanes = {e.address: ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollsync-send") for e in self._engines}
+        self._last: _Last | None = None
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.shutdown()
+        for replica in self._replicas.values():
+            replica.close()
         self._transport.close()
 
     def __enter__(self) -> WeightSender:
@@ -106,128 +126,172 @@ class WeightSender:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def sync(self, version: int | None = None, **options: Any) -> SyncReport:
-        """Make the source's weights current on every engine.
+    def add(self, engine: str | UpdateControl) -> None:
+        """One more engine from the next sync on, or at once by `catch_up`. On every rank alike; one that is there is left as it is."""
+        control = HttpControl(engine, self._token, self._timeout_s) if isinstance(engine, str) else engine
+        if control.address not in self._replicas:
+            self._replicas[control.address] = Replica(control)
+
+    def remove(self, address: str) -> None:
+        """Send no more to this engine. On every rank alike. KeyError for one that is not there."""
+        replica = self._replicas.pop(address.rstrip("/"))
+        replica.close()
+        self._transport.reset(replica.control)
+
+    def sync(self, version: int | None = None, *, required: int | Literal["all"] = 1, **options: Any) -> SyncReport:
+        """Make the source's weights current on every engine. One that fails, or is down, does not keep the others from committing.
+
+        Args:
+            version: None takes the highest that an engine has, plus 1.
+            required: so many engines must have taken everything in before one commits; with fewer, none does.
+            options: for this update, over those of the sender.
 
         Raises:
-            UpdateError: on every rank alike; engines that had not committed keep their old weights.
+            UpdateError: on every rank alike, if not all engines committed: each with its own words. `.report` is the SyncReport:
+                its `engines` committed, its `failed` did not and keep their old weights.
         """
-        began = time.perf_counter()
-        if self._disk is not None:
-            return self._sync_folder(self._disk, version, {**self._options, **options}, began)
-        manifest = self._agree()
-        buckets = manifest.buckets_of(self._ranks.rank)
-        options = {**self._options, **options}
-        if isinstance(self._transport, Reshard):
-            self._transport.arrange(self._engines, self._ranks)
-        else:
-            self._transport.prepare(max((b.nbytes for b in buckets), default=1))
-        self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)))
-        offers = self._ranks.gather(self._transport.offer())
-        told = {"name": self._transport.name, "offers": offers}
-        body = {"manifest": manifest.to_wire(), "version": version, "transport": told, **options}
-        ids = self._together("open", lambda: self._open(body), lead=True)
-        opened = time.perf_counter()
-        try:
-            parts = self._together("send", lambda: self._send(manifest, buckets, ids))
-            sent = time.perf_counter()
-            digests = {name: combine([p[name] for p in parts if name in p]) for name in {n for p in parts for n in p}}
-            replies = self._together("commit", lambda: self._commit(ids, digests), lead=True)
-        except UpdateError as error:
-            self._transport.reset()
-            if self._ranks.rank == 0:
-                self._abandon(ids, str(error))
-            raise
-        finally:
-            for engine in self._engines:
-                engine.release(ids[engine.address])
-        done = time.perf_counter()
-        return SyncReport(
-            version=replies[self._engines[0].address]["version"],
-            nbytes=manifest.nbytes,
-            seconds={"open": opened - began, "send": sent - opened, "commit": done - sent, "total": done - began},
-            engines=replies,
-        )
+        count = len(self._replicas) if required == "all" else required
+        if not self._replicas or not 1 <= count <= len(self._replicas):
+            raise ValueError(f"required must be all or from 1 to the number of engines, {len(self._replicas)}, got {required!r}")
+        return self._update(list(self._replicas.values()), version, count, {**self._options, **options})
 
-    def _sync_folder(self, disk: DiskTransport, version: int | None, options: dict[str, Any], began: float) -> SyncReport:
-        """Write once, and have every engine read that."""
-        self._together("connect", lambda: self._each(lambda engine: self._meet(engine, options)), lead=True)
-        written = disk.write(self._source, self._ranks, version)
-        wrote = time.perf_counter()
-        body = {"version": version, "transport": disk.told(written), **options}
-        ids: dict[str, str] = {}
+    def catch_up(self) -> SyncReport:
+        """Send the version last committed again, to those engines that do not hold it: they came late, or were restarted.
+
+        Whatever number they claim: what is compared is which commit of which start of the server their weights are.
+
+        Raises:
+            UpdateError: as of `sync`; nothing was committed yet, or only in part (`mode`); the source has changed since.
+        """
+        last = self._last
+        if last is None or last.options.get("mode") == "partial":
+            raise UpdateError(f"there is nothing to catch up with: {'no' if last is None else 'a partial'} update was committed last")
+
+        def holds(replica: Replica) -> bool:
+            found = replica.look()
+            return bool(found["valid"]) and (found["instance"], found["epoch"]) == last.holders.get(replica.address)
+
+        replicas = list(self._replicas.values())
+        current = Round(self._ranks, replicas, 0).each("connect", holds, lead=True)
+        behind = [replica for replica in replicas if not current.get(replica.address)]
+        if not behind:
+            return SyncReport(version=last.version, nbytes=0)
+        return self._update(behind, last.version, 1, {**last.options, "force": True}, last)
+
+    def _update(
+        self, replicas: list[Replica], version: int | None, required: int, options: dict[str, Any], again: _Last | None = None
+    ) -> SyncReport:
+        """One transaction per engine. `again`: what is sent must be what was sent then."""
+        now = Round(self._ranks, replicas, required)
+        report = SyncReport(version=version or 0, nbytes=0, failed=now.failed)
+        trouble: UpdateError | None = None
         try:
-            ids = self._together("open", lambda: self._open(body), lead=True)
-            opened = time.perf_counter()
-            self._together("read", lambda: self._each(lambda engine: _until_read(engine, ids[engine.address])), lead=True)
-            read = time.perf_counter()
-            replies = self._together("commit", lambda: self._commit(ids, None), lead=True)
-        except UpdateError as error:
-            if self._ranks.rank == 0:
-                self._abandon(ids, str(error))
-                disk.remove(written)
-            raise
+            try:
+                self._transact(now, version, options, again, report)
+            except UpdateError as error:
+                trouble = error
+            if trouble is None and now.failed:
+                trouble = UpdateError(now.message())
+            self._abandon([r for r in replicas if r.address not in report.engines], now.ids, str(trouble))
+            if self._disk is not None and report.folder is not None and again is None and not report.engines and self._ranks.rank == 0:
+                self._disk.remove(report.folder)
         finally:
-            for engine in self._engines:
-                engine.release(ids.get(engine.address, ""))
-        done = time.perf_counter()
-        if self._ranks.rank == 0:
-            disk.tidy(written)
-        reply = replies[self._engines[0].address]
-        seconds = {"write": wrote - began, "open": opened - wrote, "read": read - opened, "commit": done - read, "total": done - began}
-        return SyncReport(version=reply["version"], nbytes=reply["bytes"], seconds=seconds, engines=replies)
+            for replica in replicas:
+                replica.control.release(now.ids.get(replica.address, ""))
+        if trouble is not None:
+            trouble.report = report
+            raise trouble
+        return report
+
+    def _transact(
+        self, now: Round, version: int | None, options: dict[str, Any], again: _Last | None, report: SyncReport
+    ) -> None:
+        """From connect to commit. Fills `report`."""
+        marks = [time.perf_counter()]
+        manifest = self._agree() if self._disk is None else None
+        met = now.each("connect", lambda replica: self._meet(replica, options), lead=manifest is None)
+        if manifest is not None:
+            self._connect(now)
+        newest = max(facts["version"] for facts in met.values())
+        if version is None:
+            version = report.version = 1 + max(newest, self._last.version if self._last is not None else 0)
+        if options.get("mode") == "partial":
+            options = {"base_version": newest, **options}  # one that was restarted must not build on other weights
+        told, report.folder = self._payload(manifest, version, again)
+        body = {**told, "version": version, **options}
+        now.ids |= now.each("open", lambda replica: _open(replica, body, now.ids), lead=True)
+        marks.append(time.perf_counter())
+        digests = self._move(now, manifest)
+        if again is not None and digests != again.digests:
+            raise UpdateError(f"the source has changed since version {version} was committed: sync a new version")
+        marks.append(time.perf_counter())
+        report.engines = now.each("commit", lambda replica: replica.control.commit(now.ids[replica.address], digests), lead=True)
+        marks.append(time.perf_counter())
+        report.seconds = {name: marks[i + 1] - marks[i] for i, name in enumerate(("open", "send", "commit"))}
+        report.seconds["total"] = marks[-1] - marks[0]
+        report.nbytes = next(iter(report.engines.values()))["bytes"]
+        holders = {address: (met[address].get("instance"), reply.get("epoch")) for address, reply in report.engines.items()}
+        if again is not None:
+            again.holders |= holders
+        else:
+            self._last = _Last(version=version, options=options, digests=digests, folder=report.folder, holders=holders)
+            if report.folder is not None and self._disk is not None and self._ranks.rank == 0:
+                self._disk.tidy(report.folder)
 
     def _agree(self) -> Manifest:
         """One manifest out of what every rank holds."""
         return plan(agree(self._ranks, self._source), self._bucket_bytes)
 
-    def _together(self, phase: str, work: Callable[[], Any], lead: bool = False) -> Any:
-        return together(self._ranks, phase, work, lead)
+    def _payload(self, manifest: Manifest | None, version: int, again: _Last | None) -> tuple[dict[str, Any], Path | None]:
+        """What the open call says of the bytes: where they will come from; the folder that holds them, if one does."""
+        if manifest is not None:
+            return {"manifest": manifest.to_wire(), "transport": self._offer(manifest)}, None
+        assert self._disk is not None
+        folder = again.folder if again is not None else self._disk.write(self._source, self._ranks, version)
+        assert folder is not None
+        return {"transport": self._disk.told(folder)}, folder
 
-    def _each(self, call: Callable[[UpdateControl], Any]) -> dict[str, Any]:
-        """`call` on every engine at once; raises the first error once all have answered."""
-        futures = {e.address: self._lanes[e.address].submit(call, e) for e in self._engines}
-        errors = [f.exception() for f in futures.values()]
-        for error in errors:
-            if error is not None:
-                raise error
-        return {address: f.result() for address, f in futures.items()}
+    def _offer(self, manifest: Manifest) -> dict[str, Any]:
+        if not isinstance(self._transport, Reshard):
+            self._transport.prepare(max((b.nbytes for b in manifest.buckets_of(self._ranks.rank)), default=1))
+        return {"name": self._transport.name, "offers": self._ranks.gather(self._transport.offer())}
 
-    def _meet(self, engine: UpdateControl, options: dict[str, Any]) -> None:
-        """Make sure that the engine can what this sender will ask, and connect to it."""
+    def _meet(self, replica: Replica, options: dict[str, Any]) -> dict[str, Any]:
+        """What the engine holds, once it is sure that it can what this sender will ask."""
+        found = replica.look()
         apply = [f"weights.apply.{options['apply']}"] if "apply" in options else []
-        engine.require(["weights.updates.hold", f"weights.transport.{(self._disk or self._transport).name}", *apply])
-        self._transport.connect(engine, self._ranks.rank)
+        replica.control.require(["weights.updates.hold", f"weights.transport.{(self._disk or self._transport).name}", *apply])
+        return found
 
-    def _open(self, body: dict[str, Any]) -> dict[str, str]:
-        opened: dict[str, str] = {}
-
-        def open_one(engine: UpdateControl) -> None:
-            opened[engine.address] = engine.open(body)["id"]
-
-        try:
-            self._each(open_one)
-        except Exception as error:
-            self._abandon(opened, str(error))
-            raise
-        return opened
-
-    def _send(self, manifest: Manifest, buckets: Sequence[Bucket], ids: dict[str, str]) -> dict[str, int]:
-        """Pack and hand over this rank's buckets; digest parts by name."""
-        if self._ranks.rank > 0:  # rank 0 holds what it opened: whichever rank dies, no engine waits for it
-            self._each(lambda engine: engine.hold(ids[engine.address]))
+    def _connect(self, now: Round) -> None:
         if isinstance(transport := self._transport, Reshard):
-            submit: Submit = lambda engine, made, index: self._lanes[engine.address].submit(  # noqa: E731
-                transport.send, engine, ids[engine.address], made.buckets[0], index
-            )
-            return transport.stream(manifest, self._source, self._engines, submit, self._fill)
+            now.agree("connect", lambda failed: transport.arrange(now.live, self._ranks, failed))
+        now.each("connect", lambda replica: self._transport.connect(replica.control, self._ranks.rank))
+
+    def _move(self, now: Round, manifest: Manifest | None) -> dict[str, int] | None:
+        """Have the bytes reach every engine; digests by name, if they were taken here."""
+        if manifest is None:
+            now.each("read", lambda replica: until_read(replica.control, now.ids[replica.address]), lead=True)
+            return None
+        parts = now.agree("send", lambda failed: self._send(manifest, now.live, now.ids, failed))
+        return {name: combine([p[name] for p in parts if name in p]) for name in {n for p in parts for n in p}}
+
+    def _send(self, manifest: Manifest, replicas: Sequence[Replica], ids: dict[str, str], failed: dict[str, str]) -> dict[str, int]:
+        """Pack and hand over this rank's share to those that have not `failed`; digest parts by name."""
+        flights = Flights(replicas, failed, self._transport.num_buffers)
+        if self._ranks.rank > 0:  # rank 0 holds what it opened: whichever rank dies, no engine waits for it
+            flights.launch(0, lambda replica: replica.control.hold(ids[replica.address]))
+            flights.land(0)
+        if isinstance(self._transport, Reshard):
+            return self._transport.stream(manifest, self._source, flights, ids, self._fill)
         parts: dict[str, int] = {}
-        flying: list[list[Future[None]]] = [[] for _ in range(self._transport.num_buffers)]
+        buckets = manifest.buckets_of(self._ranks.rank)
         pieces = self._pieces(manifest, buckets)
         for number, bucket in enumerate(buckets):
             index = number % self._transport.num_buffers
-            for future in flying[index]:
-                future.result()  # the buffer is free again
+            flights.land(index)  # the buffer is free again
+            if not flights.still:
+                break
             buffer = self._transport.buffer(index)
             for piece in bucket.pieces:
                 tensor = manifest.tensors[piece.tensor]
@@ -236,18 +300,17 @@ class WeightSender:
                 target = _typed(buffer, dtype, piece.start, piece.box.elements).view(piece.box.length)
                 part = self._fill(target, values, piece.box, tensor.shape)
                 parts[tensor.name] = combine([parts.get(tensor.name, 0), part])
-            for engine in self._engines:
-                self._transport.start(engine, bucket, index)
-            flying[index] = [
-                self._lanes[engine.address].submit(self._transport.send, engine, ids[engine.address], bucket, index)
-                for engine in self._engines
-            ]
-        for futures in flying:
-            for future in futures:
-                future.result()
-        for _ in pieces:  # a collective source must be drained on every rank
-            pass
+            for replica in flights.still:
+                self._transport.start(replica.control, bucket, index)
+            flights.launch(index, self._hand_over, ids, bucket, index)
+        flights.land_all()
+        if self._ranks.size > 1 or not failed:
+            for _ in pieces:  # a collective source must be drained on every rank
+                pass
         return parts
+
+    def _hand_over(self, replica: Replica, ids: dict[str, str], bucket: Bucket, index: int) -> None:
+        self._transport.send(replica.control, ids[replica.address], bucket, index)
 
     def _pieces(self, manifest: Manifest, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
         """Values of every piece of this rank's buckets, in order, out of the source's boxes."""
@@ -265,26 +328,18 @@ class WeightSender:
         if at < len(wanted):
             raise UpdateError(f"the source ended before {manifest.tensors[wanted[at].tensor].name}")
 
-    def _commit(self, ids: dict[str, str], digests: dict[str, int] | None) -> dict[str, Any]:
-        return self._each(lambda engine: engine.commit(ids[engine.address], digests))
-
-    def _abandon(self, ids: dict[str, str], reason: str) -> None:
-        """Let go of updates that were opened; an engine that does not answer drops its own at the deadline."""
-
-        def abort(engine: UpdateControl) -> None:
-            if engine.address in ids:
-                engine.abort(ids[engine.address], f"the sender gave up: {reason}")
-
-        futures = [self._lanes[engine.address].submit(abort, engine) for engine in self._engines]
+    def _abandon(self, replicas: Sequence[Replica], ids: dict[str, str], reason: str) -> None:
+        """Let go of what these engines have of an update; one that does not answer drops it by itself, as nobody holds it any more."""
+        lead = self._ranks.rank == 0
+        told = [r for r in replicas if lead and r.address in ids and not r.is_lost]
+        futures = [r.submit(r.control.abort, ids[r.address], f"the sender gave up: {reason}") for r in told]
+        for replica in replicas:
+            self._transport.reset(replica.control)
         for future in futures:
             future.exception()
 
 
-def _until_read(engine: UpdateControl, update_id: str) -> None:
-    """Wait until an engine has read its folder. It ends the update itself if that goes wrong, or at the update's deadline."""
-    wait_s = 0.005
-    while (status := engine.status(update_id))["state"] == "open" and status.get("missing_chunks", 1):
-        time.sleep(wait_s)
-        wait_s = min(2 * wait_s, 0.2)
-    if status["state"] != "open":
-        raise UpdateError(f"{engine.address}: the update was {status['state']}: {status['reason']}")
+def _open(replica: Replica, body: dict[str, Any], ids: dict[str, str]) -> str:
+    """Begin an update; its id is noted at once, whatever becomes of the others."""
+    ids[replica.address] = str(replica.control.open(body)["id"])
+    return ids[replica.address]

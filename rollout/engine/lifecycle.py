@@ -11,6 +11,7 @@ moves that are legal, and changes nothing.
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,8 @@ class Lifecycle:
         self.leases: dict[str, Lease] = {}
         self.memory = dict.fromkeys(MEMORY_TAGS, "resident")
         self.version = version
+        self.instance = uuid.uuid4().hex
+        """names this engine's life: with the epoch, what weights are served, whatever their version says"""
         self.epoch = 0
         """grows by one with every commit and never repeats"""
         self.invalid = invalid
@@ -138,6 +141,7 @@ class Lifecycle:
             "weights": {
                 "version": self.version,
                 "epoch": self.epoch,
+                "instance": self.instance,
                 "valid": self.invalid is None,
                 "reason": self.invalid,
                 "update": self.update,

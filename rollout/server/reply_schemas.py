@@ -99,7 +99,7 @@ _SCHEDULING = reply_schema("", Item("state", {"type": "string", "enum": ["runnin
 FACTS = (
     Item("scheduling", nullable(_SCHEDULING), "whether steps may run, and who holds a lease that stops them"),
     Item("memory", nullable(OBJECT), "by tag: resident, offloaded or discarded"),
-    Item("weights", nullable(OBJECT), "version, epoch, valid or the reason why not, the open update's id"),
+    Item("weights", nullable(OBJECT), "version, epoch (of this instance), valid or the reason why not, the open update's id"),
     Item("update", nullable(OBJECT), "the open weight update: phase, bytes, received_bytes, elapsed_s, deadline_in_s, owner, ..."),
     Item("legal", array(STRING), "moves that would not be refused now"),
 )

@@ -37,8 +37,8 @@ class Transport(Protocol):
     def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
         """Hand buffer `index` over to one engine; returns once the engine has taken it in."""
 
-    def reset(self) -> None:
-        """An update failed: forget what is under way."""
+    def reset(self, control: UpdateControl) -> None:
+        """An update of that engine failed, or it is removed: forget what is under way to it."""
         return
 
     def close(self) -> None: ...

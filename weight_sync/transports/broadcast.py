@@ -75,9 +75,9 @@ class GroupTransport(Transport):
             self._groups[control.address].close(f"bucket {bucket.sequence} failed: {error}")
             raise
 
-    def reset(self) -> None:
-        self._under_way.clear()
-        for group in self._groups.values():
+    def reset(self, control: UpdateControl) -> None:
+        self._under_way = {key: operation for key, operation in self._under_way.items() if key[0] != control.address}
+        if (group := self._groups.pop(control.address, None)) is not None:
             group.close("an update failed")
 
     def close(self) -> None:

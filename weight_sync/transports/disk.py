@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from ..checkpoint_layout import MARKER
 from ..checkpoint_reader import CheckpointFolder, DiskError, FolderError
 from ..checkpoint_writer import remove_abandoned, remove_folder, write_folder
+from ..control import UpdateControl, UpdateError
 from ..digest import box_digest
 from ..manifest import Bucket, ManifestError
 from ..ranks import Ranks
@@ -128,3 +130,13 @@ class DiskTransport:
             if folder != written:
                 self.remove(folder)
         remove_abandoned(self._folder)
+
+
+def until_read(engine: UpdateControl, update_id: str) -> None:
+    """Wait until an engine has read its folder. It ends the update itself if that goes wrong, or at the update's deadline."""
+    wait_s = 0.005
+    while (status := engine.status(update_id))["state"] == "open" and status.get("missing_chunks", 1):
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 0.2)
+    if status["state"] != "open":
+        raise UpdateError(f"{engine.address}: the update was {status['state']}: {status['reason']}")

@@ -11,16 +11,14 @@ from ..boxes import Box
 from ..control import UpdateControl, UpdateError
 from ..digest import box_digest, combine
 from ..fill import Fill
-from ..manifest import Manifest, Piece
+from ..manifest import Bucket, Manifest, Piece
 from ..names import GroupError
 from ..ranks import Ranks, together
 from ..receiver import TORCH_DTYPES
+from ..replicas import Flights, Replica
 from ..reshard import Round, Wanted, plan_rounds
 from ..sources import WeightSource
 from .broadcast import GroupTransport, meet_engine
-
-Submit = Callable[[UpdateControl, Round, int], Any]
-"""(engine, round, buffer): hand a packed round over; a future of its end"""
 
 
 class Reshard(GroupTransport):
@@ -37,20 +35,31 @@ class Reshard(GroupTransport):
         self._ranks: Ranks | None = None
         self._wanted: Wanted = ()
 
-    def arrange(self, engines: Sequence[UpdateControl], ranks: Ranks) -> None:
-        """Ranks agree on which engines are still connected; the first one asks the others for a place to meet. Called on every rank."""
+    def arrange(self, replicas: Sequence[Replica], ranks: Ranks, failed: dict[str, str]) -> None:
+        """Ranks agree on which engines are still connected; the first one asks the others for a place to meet. Called on every rank.
+
+        Rank 0 notes in `failed` those that do not answer, and those that are sharded in another way than the first.
+        """
         self._ranks = ranks
-        alive = ranks.gather([e.address for e in engines if self.is_up(e)])
+        alive = ranks.gather([r.address for r in replicas if self.is_up(r.control)])
         up = set(alive[0]).intersection(*alive)
 
         def lead() -> tuple[dict[str, Any], list[Any]]:
             bind = {"name": self._name, "port": self._port, "senders": ranks.size}
-            places = {e.address: None if e.address in up and self.is_up_there(e) else e.bind_group(bind) for e in engines}
-            shards = [e.shards() for e in engines]
-            for engine, other in zip(engines, shards, strict=True):
-                if other != shards[0]:
-                    raise UpdateError(f"{engine.address} is sharded in another way than {engines[0].address}: use a sender for each")
-            return places, shards[0]
+            places: dict[str, Any] = {}
+            first: tuple[str, list[Any]] | None = None
+            for replica in replicas:
+                engine = replica.control
+                try:
+                    place = None if engine.address in up and self.is_up_there(engine) else engine.bind_group(bind)
+                    shards = engine.shards()
+                    first = first or (engine.address, shards)
+                    if shards != first[1]:
+                        raise UpdateError(f"{engine.address} is sharded in another way than {first[0]}: use a sender for each")
+                    places[engine.address] = place
+                except UpdateError as error:
+                    failed[engine.address] = replica.words(error)
+            return places, first[1] if first is not None else []
 
         self._places, wanted = together(ranks, "connect", lead, lead=True)
         self._wanted = [{n: [Box(tuple(o), tuple(s)) for o, s in boxes] for n, boxes in rank.items()} for rank in wanted]
@@ -80,7 +89,7 @@ class Reshard(GroupTransport):
             self._under_way[key] = error
 
     def stream(
-        self, manifest: Manifest, source: WeightSource, engines: Sequence[UpdateControl], submit: Submit, fill: Fill
+        self, manifest: Manifest, source: WeightSource, flights: Flights, ids: Mapping[str, str], fill: Fill
     ) -> dict[str, int]:
         """Read this rank's shards once, in their order, and send each piece to who wants it; digest parts by name."""
         assert self._ranks is not None
@@ -88,27 +97,22 @@ class Reshard(GroupTransport):
         rounds = plan_rounds(manifest, self._wanted).get(rank, ())
         self.prepare(max((r.nbytes for r in rounds), default=1))
         packer = _Packer(manifest, rounds, self._buffers, fill)
-        flying: list[list[Any]] = [[] for _ in range(self.num_buffers)]
         parts: dict[str, int] = {}
-
-        def free(index: int) -> None:
-            for future in flying[index]:
-                future.result()
-            flying[index] = []
-
-        packer.free = free
+        packer.free = flights.land
         for index, box, values in _held(manifest, source, rank):
             tensor = manifest.tensors[index]
             for made, buffer in packer.take(index, box, values):
-                for engine in engines:
-                    self.begin(engine, made, buffer)
-                flying[buffer] = [submit(engine, made, buffer) for engine in engines]
+                for replica in flights.still:
+                    self.begin(replica.control, made, buffer)
+                flights.launch(buffer, self._hand_over, ids, made.buckets[0], buffer)
             parts[tensor.name] = combine([parts.get(tensor.name, 0), packer.digest(index, box, values)])
-        for index in range(self.num_buffers):
-            free(index)
+        flights.land_all()
         if not packer.is_done:
             raise UpdateError("the source ended before all of this rank's slices had come")
         return parts
+
+    def _hand_over(self, replica: Replica, ids: Mapping[str, str], bucket: Bucket, index: int) -> None:
+        self.send(replica.control, ids[replica.address], bucket, index)
 
 
 def _held(manifest: Manifest, source: WeightSource, rank: int) -> Iterator[tuple[int, Box, Tensor]]:
