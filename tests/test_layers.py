@@ -18,13 +18,13 @@ LEAVES = ("rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/
 """shared by all of rollout; import only each other"""
 LAYERS = (
     ("trainer_adapters", "rollout/server"),
-    ("rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"),
+    ("rollout/fleet.py", "rollout/pieces.py", "rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"),
     ("rollout/engine",),
     ("rollout/models",),
     ("weight_sync", "kernels"),
 )
 """each may import itself and what stands below it, not its neighbour"""
-TOGETHER = {"rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"}
+TOGETHER = {"rollout/fleet.py", "rollout/pieces.py", "rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"}
 ONLY_IN = {
     "fastapi": ("rollout/server",),
     "starlette": ("rollout/server",),
@@ -36,7 +36,7 @@ ONLY_IN = {
     "openrlhf": ("trainer_adapters",),
     "ray": ("trainer_adapters",),
     "wandb": ("rollout/server/wandb_child.py",),
-    "asyncio": ("rollout/server", "rollout/client.py", "rollout/engine/async_engine.py"),
+    "asyncio": ("rollout/server", "rollout/client.py", "rollout/fleet.py", "rollout/engine/async_engine.py"),
 }
 
 
