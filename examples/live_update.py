@@ -12,6 +12,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -61,12 +62,13 @@ def main() -> int:
         train(args.train, args.model)
         return 0
     serve = [sys.executable, "-m", "rollsync.rollout.cli", "serve", args.model, "--port", "0"]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=log, text=True) as server:
         try:
             assert server.stdout is not None
             found = re.search(r"listening on (http://\S+)", server.stdout.readline())
             if found is None:
-                print("the server did not start; its last lines say why", file=sys.stderr)
+                log.seek(0)
+                print(f"the server did not start:\n{log.read()}", file=sys.stderr)
                 return 1
             with subprocess.Popen([sys.executable, __file__, args.model, "--train", found[1]], text=True) as trainer:
                 sample(found[1], trainer)

@@ -152,6 +152,9 @@ class RankUpdates:
         self.groups = RankGroups(own.updates.groups, ranks)
         self._lock = threading.Lock()
         """of the shared memory"""
+        self._counting = threading.Lock()
+        self._coming = 0
+        """chunks that some rank has yet to take in"""
 
     @property
     def version(self) -> int:
@@ -188,7 +191,13 @@ class RankUpdates:
         own = lambda: self._own.chunk(update_id, sender, sequence, where)  # noqa: E731
         others = {name: value for name, value in where.items() if name != "data"}
         args = [update_id, sender, sequence, others, nbytes]
-        return any(self._ranks.call("chunk", args, own, timeout_s=WEIGHTS_TIMEOUT_S))
+        with self._counting:
+            self._coming += 1
+        try:
+            return any(self._ranks.call("chunk", args, own, timeout_s=WEIGHTS_TIMEOUT_S))
+        finally:
+            with self._counting:
+                self._coming -= 1
 
     def missing(self) -> list[str]:
         return self._own.missing()
@@ -221,7 +230,9 @@ class RankUpdates:
         return self._own.lost()
 
     def progress(self) -> dict[str, Any]:
-        return self._own.progress()
+        coming = self._coming  # before what is missing here: a chunk is there once every rank has it
+        own = self._own.progress()
+        return {**own, "missing_chunks": max(own["missing_chunks"], coming)} if own else own
 
     def digests(self) -> dict[str, int]:
         return _added(self._ranks.call("digests", [], self._own.digests, timeout_s=WEIGHTS_TIMEOUT_S))

@@ -140,7 +140,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     service = service_of(request)
     first, ranks = told["rank_offset"], world_size(service)
     if first + ranks > told["world_size"]:
-        words = f"more than rank_offset + this server's {ranks} ranks ({first + ranks}) or that, got {told['world_size']}"
+        words = f"at least {first + ranks} (rank_offset {first} and this server's {ranks} ranks), got {told['world_size']}"
         raise BadRequest(f"init_info.world_size must be {words}", field="init_info.world_size")
     await _drop(request, "the trainer's group is formed anew: start another")
     timeout_s = told.get("timeout_s", JOIN_S)
