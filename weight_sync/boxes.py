@@ -59,11 +59,11 @@ def tiling_faults(boxes: Iterable[Box], shape: Sequence[int], limit: int = 3) ->
     if faults:
         return faults
     overlaps = []
-    # Sweep over the first dimension: only boxes that still reach a box's first row can overlap it.
+    # Sweep over the dimension that is cut most: only boxes that still reach where a box begins can overlap it.
+    dim = max(range(len(shape)), key=lambda d: len({box.offset[d] for box in held}), default=-1)
     active: list[Box] = []
-    for box in sorted(held):
-        start = box.offset[0] if box.offset else 0
-        active = [other for other in active if not other.offset or other.end[0] > start]
+    for box in sorted(held, key=lambda b: b.offset[dim:] + b.offset):
+        active = [other for other in active if dim < 0 or other.end[dim] > box.offset[dim]]
         overlaps += [f"slices {_show(other)} and {_show(box)} overlap" for other in active if other.intersect(box) is not None]
         active.append(box)
         if len(overlaps) >= limit:

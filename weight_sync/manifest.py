@@ -7,6 +7,7 @@ travels as plain lists and dicts (`to_wire`), so JSON and msgpack both carry it.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGN_BYTES = 64
 """where pieces begin within a bucket"""
 DEFAULT_BUCKET_BYTES = 32 << 20
+MAX_TENSORS = 1 << 17
+MAX_BUCKETS = 1 << 17
+"""what an engine takes in one manifest: more (a 300 B model in buckets of 4 MB is half of it) would keep its thread busy for seconds"""
+_MAX_NAME, _MAX_SENDER = 512, 1 << 31
 
 
 class ManifestError(ValueError):
@@ -142,7 +147,9 @@ class Manifest:
         """
         if not isinstance(wire, Mapping) or not isinstance(wire.get("tensors"), list):
             raise ManifestError([f"manifest must be an object with a list of tensors, got {type(wire).__name__}"])
-        problems = [f"manifest.{key} is not a known field" for key in wire if key not in ("tensors", "bucket_bytes")]
+        if len(wire["tensors"]) > MAX_TENSORS:
+            raise ManifestError([f"manifest.tensors must be at most {MAX_TENSORS}, got {len(wire['tensors'])}"])
+        problems = [f"manifest.{str(key)[:80]} is not a known field" for key in wire if key not in ("tensors", "bucket_bytes")]
         bucket_bytes = wire.get("bucket_bytes", DEFAULT_BUCKET_BYTES)
         if not _is_int(bucket_bytes, 1) or bucket_bytes > 1 << 34:
             problems.append(f"manifest.bucket_bytes must be an int in [1, 2**34], got {bucket_bytes!r}")
@@ -153,6 +160,8 @@ class Manifest:
             except ManifestError as error:
                 problems += error.problems
         problems += _repeated(tensors)
+        if not problems and sum(t.nbytes for t in tensors) // bucket_bytes > MAX_BUCKETS:
+            problems.append(f"manifest.bucket_bytes {bucket_bytes} makes more than {MAX_BUCKETS} chunks of these tensors")
         if problems:
             raise ManifestError(problems)
         return plan(tensors, bucket_bytes)
@@ -179,13 +188,18 @@ def read_tensors(raw: Any) -> tuple[TensorEntry, ...]:
     return Manifest.from_wire({"tensors": raw}).tensors
 
 
+def _show(value: Any) -> str:
+    """What came, for a message, whatever its size and depth."""
+    return reprlib.repr(value)[:120]
+
+
 def _is_int(value: Any, low: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
 def bad_dtype(name: str, dtype: Any) -> str:
     """What to say of a dtype that is not in DTYPE_BYTES."""
-    return f"{name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}"
+    return f"{name}: dtype must be one of {', '.join(DTYPE_BYTES)}, got {_show(dtype)}"
 
 
 def _ints(value: Any) -> bool:
@@ -196,19 +210,19 @@ def _read_tensor(raw: Any, where: str) -> TensorEntry:
     if not isinstance(raw, Mapping):
         raise ManifestError([f"{where} must be an object, got {type(raw).__name__}"])
     name, dtype, shape = raw.get("name"), raw.get("dtype"), raw.get("shape")
-    if not isinstance(name, str) or not name:
-        raise ManifestError([f"{where}.name must be a non-empty string, got {name!r}"])
-    problems = [f"{name}: {key} is not a known field" for key in raw if key not in ("name", "dtype", "shape", "slices")]
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise ManifestError([f"{where}.name must be a string of 1 to {_MAX_NAME} characters, got {_show(name)}"])
+    problems = [f"{name}: {str(key)[:80]} is not a known field" for key in raw if key not in ("name", "dtype", "shape", "slices")]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         problems.append(bad_dtype(name, dtype))
     if not isinstance(shape, list | tuple) or not _ints(shape) or len(shape) > 8:
-        raise ManifestError([*problems, f"{name}: shape must be a list of at most 8 ints >= 0, got {shape!r}"])
+        raise ManifestError([*problems, f"{name}: shape must be a list of at most 8 ints >= 0, got {_show(shape)}"])
     whole = [[0, [0] * len(shape), list(shape)]]
     raw_slices = raw.get("slices", whole)
     slices = []
     for s in raw_slices if isinstance(raw_slices, list | tuple) else [None]:
-        if not (isinstance(s, list | tuple) and len(s) == 3 and _is_int(s[0]) and _ints(s[1]) and _ints(s[2])):
-            raise ManifestError([*problems, f"{name}: slices must be a list of [sender, offsets, lengths], got {s!r}"])
+        if not (isinstance(s, list | tuple) and len(s) == 3 and _is_int(s[0]) and s[0] < _MAX_SENDER and _ints(s[1]) and _ints(s[2])):
+            raise ManifestError([*problems, f"{name}: slices must be a list of [sender, offsets, lengths], got {_show(s)}"])
         slices.append(TensorSlice(s[0], Box(tuple(s[1]), tuple(s[2]))))
     problems += [f"{name}: {fault}" for fault in tiling_faults((s.box for s in slices), shape)]
     if problems:

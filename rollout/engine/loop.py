@@ -29,6 +29,8 @@ from .types import RolloutRequest, SampleOutput
 log = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.25
+LONGEST_SLEEP_S = 3600.0
+"""what waits longer (a deadline of 1e300 s) is looked at again"""
 COMMAND_S = 120.0
 """how long a lane waits for a command: as long as a step may take"""
 
@@ -362,7 +364,7 @@ class EngineLoop:
     def _patience(engine: EngineLike) -> float | None:
         """Seconds to sleep at most; None for as long as nothing comes."""
         deadline = engine.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        return None if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_SLEEP_S)
 
     def _handle(self, engine: EngineLike, item: tuple[Any, ...]) -> None:
         """Take one request or run one command."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,12 @@ class ParamTarget:
         """Take in a piece of a whole tensor: what of it this rank keeps, cast (round to nearest) to the engine's dtype.
 
         Returns:
-            What all of it adds to the tensor's digest, and how many of its values are not finite.
+            What all of it adds to the tensor's digest, and how many of its values are not finite, or not once they are cast.
         """
+        digest, bad = self._take(name, box, values, shape)
+        return digest, bad + overflows(values, self._weights.dtype)
+
+    def _take(self, name: str, box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
         if self._staged:
             self._weights.reserve_shadow()
         weights, kept = self._weights, self._kept(name, box)
@@ -88,6 +92,17 @@ class ParamTarget:
             self._weights.flip(self._params)
 
 
+def overflows(values: Tensor, dtype: torch.dtype) -> int:
+    """How many finite values become infinite in `dtype`; for most dtypes none can."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= limit or not values.numel():
+        return 0
+    low, high = (bound.item() for bound in values.aminmax())
+    if -limit <= low and high <= limit:
+        return 0
+    return int((values.isfinite() & ~values.to(dtype).isfinite()).sum())
+
+
 def missing_tensors(cfg: DecoderConfig, manifest: Manifest) -> list[str]:
     """What a manifest lacks to be a full update of this model."""
     names = {t.name for t in manifest.tensors}
@@ -119,6 +134,12 @@ def manifest_problems(cfg: DecoderConfig, manifest: Manifest, mode: str | None) 
         elif expected is not None and t.shape != expected:
             problems.append(f"{t.name} is {list(t.shape)}, must be {list(expected)}")
     return problems + (missing_tensors(cfg, manifest) if mode == "full" else [])
+
+
+def lone_heads(cfg: DecoderConfig, names: Iterable[str]) -> list[str]:
+    """Tied tensors that would come without the one that is held: nothing would be written."""
+    given = set(names)
+    return [f"{n} is tied to {twin}, which must come along" for n in given if (twin := tied_name(cfg, n)) and twin not in given]
 
 
 def tie_problems(cfg: DecoderConfig, digests: dict[str, int]) -> list[str]:

@@ -15,7 +15,16 @@ from ...weight_sync.reshard import received_by
 from ...weight_sync.transports.groups import Groups
 from ...weight_sync.transports.links import Link, make_link
 from ..models.config import DecoderConfig
-from .weight_target import ParamTarget, live_digests, live_values, manifest_problems, missing_tensors, tie_problems, wanted_boxes
+from .weight_target import (
+    ParamTarget,
+    live_digests,
+    live_values,
+    lone_heads,
+    manifest_problems,
+    missing_tensors,
+    tie_problems,
+    wanted_boxes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,10 @@ class WeightUpdates:
     def open(self, update_id: str, manifest: Manifest | None, *, mode: str | None, staged: bool, transport: Any) -> list[str]:
         assert self._open is None, "the engine opens one update at a time"
         first = manifest or Manifest(())
-        if problems := manifest_problems(self._cfg, first, mode if manifest is not None else "partial"):
+        problems = manifest_problems(self._cfg, first, mode if manifest is not None else "partial")
+        if mode == "partial":
+            problems += lone_heads(self._cfg, (t.name for t in first.tensors))
+        if problems:
             return problems
         target = ParamTarget(self._cfg, self._weights, staged=staged, tp_rank=self._rank, tp_size=self._size)
         reshards = isinstance(transport, Mapping) and transport.get("name") == "reshard"
@@ -98,7 +110,8 @@ class WeightUpdates:
         found = {name: value for name, value in receiver.digests().items() if name not in shared_out}
         if shared_out and digests is not None:  # a tied head that the trainer has but nobody here wants
             found |= digests
-        return receiver.problems(expected, refuse_nonfinite=refuse_nonfinite) or tie_problems(self._cfg, found)
+        problems = receiver.problems(expected, refuse_nonfinite=refuse_nonfinite) or tie_problems(self._cfg, found)
+        return problems or lone_heads(self._cfg, (t.name for t in receiver.manifest.tensors))
 
     def wanted(self) -> list[dict[str, list[Box]]]:
         """What each rank of the engine keeps, by checkpoint name."""

@@ -28,7 +28,7 @@ from ..engine.config import EngineConfig
 from ..engine.lifeline import exit_words
 from ..engine.params import SamplingParams
 from ..engine.types import RolloutRequest
-from ..errors import ConfigError, EngineDead, RollsyncError, ShuttingDown
+from ..errors import BadRequest, ConfigError, EngineDead, RollsyncError, ShuttingDown, describe
 from ..metrics import FrontCounters
 from ..wire import error_from_wire
 from .snapshot import Snapshot, liveness
@@ -248,7 +248,11 @@ class EngineProcess:
 
     def _send(self, *message: Any) -> None:
         try:
-            self._to.send(msgpack.packb(message), zmq.NOBLOCK)
+            packed = msgpack.packb(message)
+        except (ValueError, OverflowError) as error:  # within an object that is checked by the engine only
+            raise BadRequest(f"the call holds a value that cannot be sent (text is UTF-8, ints have 64 bits): {describe(error)}") from None
+        try:
+            self._to.send(packed, zmq.NOBLOCK)
         except zmq.Again:  # its socket is gone; its exit status will follow
             raise EngineDead("the engine process has just ended") from None
 

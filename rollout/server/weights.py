@@ -8,12 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ...weight_sync.manifest import MAX_TENSORS
 from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
 from ..errors import BadRequest
 from . import control, hold
 from .audit import note
-from .checks import Field, boolean, choice, integer, mapping, names, nullable, object_schema, read, seconds, string
+from .checks import Field, boolean, check, choice, integer, mapping, names, nullable, object_schema, read, seconds, string
 from .engine_client import EngineProcess
 from .replies import body_of, reply, take
 from .reply_schemas import FACTS
@@ -25,8 +26,18 @@ U64 = 1 << 64
 VERSION_LIMIT = (1 << 63) - 1
 CHUNK_TYPE = "application/octet-stream"
 
+
+@check(mapping.schema)
+def few_tensors(path: str, value: Any) -> Any:
+    """What would keep the event loop and the engine busy for seconds goes no further; all else of a manifest is the engine's to judge."""
+    tensors = mapping(path, value).get("tensors")
+    if isinstance(tensors, list) and len(tensors) > MAX_TENSORS:
+        raise BadRequest(f"{path}.tensors must be at most {MAX_TENSORS}, got {len(tensors)}", field=f"{path}.tensors")
+    return value
+
+
 OPEN_FIELDS = (
-    Field("manifest", mapping, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}; a folder brings its own"),
+    Field("manifest", few_tensors, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}; a folder brings its own"),
     Field("version", integer(0, VERSION_LIMIT), "of the new weights; left out: the current one plus 1"),
     Field("base_version", integer(0, VERSION_LIMIT), "what a partial update builds on; refused on any other"),
     Field("transport", mapping, "how the bytes come: {name: http | ipc | collective, offers} or {name: disk, folder}; left out: http"),

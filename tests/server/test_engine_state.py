@@ -143,3 +143,19 @@ def test_aborts_answer_while_a_step_or_a_commit_is_long_and_are_carried_out_afte
         thread.join(10)
     until(lambda: live.get(f"/v1/weights/updates/{update}").json()["state"] == "aborted")
     assert live.get(f"/v1/weights/updates/{update}").json()["reason"] == "no more"
+
+
+def test_deadlines_and_leases_of_any_length_end_nobody(live: httpx.Client) -> None:
+    """As long as a float can say: more than the clocks that are waited on can."""
+    update = opened(live, deadline_s=1e300)
+    post(live, f"/v1/weights/updates/{update}/abort")
+    post(live, "/v1/engine/pause", owner="long", ttl_s=1e300)
+    post(live, "/v1/engine/resume", owner="long")
+    assert live.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("value", [r'"\ud800"', str(1 << 70)])
+def test_what_no_message_can_carry_is_refused_as_bad_input(live: httpx.Client, value: str) -> None:
+    body = f'{{"manifest": {{"tensors": [{{"name": "w", "dtype": {value}, "shape": [1]}}]}}}}'
+    answer = live.post("/v1/weights/updates", content=body)
+    assert answer.status_code == 400 and "bad_request" in answer.text, answer.text

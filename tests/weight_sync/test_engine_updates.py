@@ -375,3 +375,26 @@ def test_an_abort_does_not_wait_for_a_sender(engine: Engine, folders: dict[str, 
     engine.control.abort_update(second)
     assert run(engine) == before
     lanes.close()
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"])
+def test_values_that_the_engines_dtype_cannot_hold_refuse_the_commit(folders: dict[str, str], name: str) -> None:
+    with engine_of(folders["untied"], dtype="bfloat16") as engine:
+        before, new = engine.control.digests(), {n: t.float() for n, t in tensors_of(folders["untied-new"]).items()}
+        new[name].view(-1)[5] = -3.4e38  # finite in float32, infinite in bfloat16
+        with pytest.raises(UpdateRefused, match=f"{name}: 1 values are not finite"):
+            sync(engine, new)
+        assert engine.control.digests() == before
+
+
+def test_a_tied_head_alone_is_refused_and_not_dropped_in_silence(folders: dict[str, str]) -> None:
+    with engine_of(folders["tied"]) as engine:
+        head = {"lm_head.weight": tensors_of(folders["tied-new"])["model.embed_tokens.weight"]}
+        with pytest.raises(UpdateRefused, match=r"tied to model\.embed_tokens\.weight, which must come along"):
+            sync(engine, head, mode="partial")
+
+
+@pytest.mark.parametrize("bad", [{"deadline_s": float("nan")}, {"deadline_s": -1.0}, {"version": -1}, {"version": 1.5}])
+def test_numbers_of_an_update_are_checked_in_process_too(engine: Engine, bad: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=next(iter(bad))):
+        engine.control.open_update(manifest_of({}), mode="partial", **bad)

@@ -74,9 +74,14 @@ def entry(**change: object) -> dict[str, object]:
     ("tensors", "said"),
     [
         ([entry(dtype="int8")], "dtype must be one of"),
+        ([entry(dtype=["float32"])], "dtype must be one of"),
+        ([entry(name="w" * 10**6)], "name must be a string of 1 to 512"),
+        ([entry(slices=[[1 << 40, [0, 0], [4, 2]]])], "slices must be"),
+        ([entry(shape=[10**12, 64])], "makes more than 131072 chunks"),
+        ([entry(name=str(i)) for i in range((1 << 17) + 1)], "tensors must be at most 131072"),
         ([entry(shape=[4, -2])], "shape must be"),
         ([entry(shape="42")], "shape must be"),
-        ([entry(name="")], "name must be a non-empty string"),
+        ([entry(name="")], "name must be a string of 1"),
         ([entry(color="red")], "color is not a known field"),
         ([entry(), entry()], "w: listed more than once"),
         ([entry(slices=[[0, [0, 0], [3, 2]]])], "w: slices cover 6 of 8 elements"),
@@ -207,3 +212,9 @@ def test_a_piece_is_copied_cast_and_digested(shape: tuple[int, ...], sent: torch
     for way in (fill, fast_fill()):
         digest = way(target.zero_(), x[box.slices()], box, shape)
         assert torch.equal(target, x[box.slices()].to(sent)) and digest == box_digest(target, box, shape)
+
+
+def test_slices_along_any_dimension_are_checked_in_one_sweep() -> None:
+    columns = [Box((0, i), (1, 1)) for i in range(20_000)]
+    assert tiling_faults(columns, (1, 20_000)) == []
+    assert tiling_faults([*columns[:-1], columns[0]], (1, 20_000)) == ["slices [0:1, 0:1] and [0:1, 0:1] overlap"]
