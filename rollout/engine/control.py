@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
-from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused
+from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused, describe
 from .config import APPLY
 from .folder_update import FolderUpdate
-from .lifecycle import SLEEP_OWNER, UPDATE_OWNER, check_choice
+from .lifecycle import SLEEP_OWNER, UPDATE_OWNER, check_choice, check_seconds
 from .pauses import Pauses
 from .update_stats import CAUSES, UpdateStats
 from .weight_groups import GroupCalls
@@ -184,7 +184,7 @@ class Control(Pauses):
             manifest: the tensors; None for an update that grows by `extend_update`.
             mode: full (the default of a manifest) or partial; an update that grew is full if it came to be.
             version: of the new weights; None takes the current one plus 1. Not below the current one, unless `force`.
-            base_version: what a partial update builds on; refused on any other.
+            base_version: what an update that may be partial builds on; refused on any other.
             apply: None takes what the engine was started with; staged needs that it was, in_place is always possible.
             expected: digests by name, for a commit that brings none.
 
@@ -203,6 +203,7 @@ class Control(Pauses):
         apply = check_choice("apply", apply or self._engine.config.apply, APPLY)
         if apply == "staged" and self._engine.config.apply != "staged":
             raise BadRequest("apply must be in_place: this engine was started with apply = in_place, without a second copy", "apply")
+        check_seconds("deadline_s", deadline_s)
         version = state.version + 1 if version is None else version
         self._check_base(version, base_version, mode, force)
         try:
@@ -245,7 +246,7 @@ class Control(Pauses):
     def _abort_lost(self) -> None:
         """End an update whose sender is gone, so that the next one need not wait for its deadline."""
         if self.lifecycle.update is not None and (why := self._engine.runner.updates.lost()):
-            self.abort_update(self.lifecycle.update, why)
+            self.abort_update(self.lifecycle.update, why, "group")
 
     def load_folder(self, folder: str, **options: Any) -> dict[str, Any]:
         """An update from a checkpoint folder below `weights_root`, from open to commit, on the engine's own thread.
@@ -271,7 +272,7 @@ class Control(Pauses):
         state = self.lifecycle
         if version < state.version and not force:
             raise BadRequest(f"version must not go back from {state.version} to {version} (unless force is true)", field="version")
-        if mode == "partial" and base_version is not None and base_version != state.version:
+        if mode != "full" and base_version is not None and base_version != state.version:
             raise IllegalState(f"the update builds on version {base_version}, but version {state.version} is served")
         if mode == "partial" and state.invalid is not None:
             raise state.illegal("a partial update")
@@ -320,24 +321,33 @@ class Control(Pauses):
         Raises:
             IllegalState: the weights are not there, or keep changing.
         """
+        found = self._read_live(self._engine.runner.updates.digests)
+        return {name: f"{value:016x}" for name, value in found.items()}
+
+    def _read_live(self, read: Callable[[], Any]) -> Any:
+        """What `read` finds in the live weights, beside the engine's thread: of one version, never in the middle of a change."""
         for _ in range(3):
-            epoch = self.lifecycle.epoch
-            if self.lifecycle.memory["weights"] != "resident":
-                raise self.lifecycle.illegal("reading digests")
-            found = self._engine.runner.updates.digests()
-            if epoch == self.lifecycle.epoch:
-                return {name: f"{value:016x}" for name, value in found.items()}
-        raise IllegalState("the weights changed while their digests were taken, three times: try again")
+            before = self._live_state()
+            found = read()
+            if before is not None and before == self._live_state():
+                return found
+        raise IllegalState("the weights changed while they were read, three times: try again")
+
+    def _live_state(self) -> tuple[Any, ...] | None:
+        """What differs once the live weights do; None during a switch. IllegalState: they are away, or written to at this time."""
+        state = self.lifecycle
+        update = self.updates.get(state.update or "")
+        if state.memory["weights"] != "resident" or (update is not None and update.apply == "in_place"):
+            raise state.illegal("reading the weights")
+        return None if update is not None and update.phase == "switching" else (state.epoch, state.memory_moves, state.invalid)
 
     def weight_values(self, name: str, rows: int) -> dict[str, Any]:
         """The first rows of a live tensor by its checkpoint name, as "values" (nested lists), and its "shape"; from any thread.
 
         Raises:
-            IllegalState: the weights are not there. ValueError: the model has no tensor of this name.
+            IllegalState: the weights are not there, or keep changing. ValueError: the model has no tensor of this name.
         """
-        if self.lifecycle.memory["weights"] != "resident":
-            raise self.lifecycle.illegal("reading weights")
-        found = self._engine.runner.updates.values(name, rows)
+        found = self._read_live(lambda: self._engine.runner.updates.values(name, rows))
         shape = found["shape"]
         values = [[0.0] * (shape[1] if len(shape) == 2 else 1) for _ in range(min(rows, shape[0]))]
         for row, col, piece in found["pieces"]:
@@ -372,18 +382,12 @@ class Control(Pauses):
         if update.state != "open":
             raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): open a new one")
         asked_at = self._clock()
-        mode = self._prepare(update, update.expected if digests is None else digests)
+        update.mode = self._prepare(update, update.expected if digests is None else digests)
         checked_at = self._clock()
-        self._engine.runner.updates.commit(update.version)
-        keep_kv = self._settle_requests(update)
-        update.mode = mode
-        epoch = self.lifecycle.commit(update_id, update.version, full=mode == "full")
-        tokens = self._engine.scheduler.new_epoch(epoch, keep_kv=keep_kv)
+        self._switch(update)
         self._engine.weight_version = update.version
         self.release_held()
-        self.lifecycle.release(self._update_owner(update))
-        update.state = "committed"
-        update.report |= {"epoch": epoch, "recompute_tokens": tokens, "seconds": self._clock() - update.opened_at}
+        update.report["seconds"] = self._clock() - update.opened_at
         times = {"opened_at": update.opened_at, "asked_at": asked_at, "checked_at": checked_at}
         self.update_stats.committed(**times, num_bytes=update.nbytes, in_place=update.apply == "in_place")
         return {**update.status(), "changed": True}
@@ -400,6 +404,26 @@ class Control(Pauses):
             raise
         update.phase = "switching"
         return mode
+
+    def _switch(self, update: Update) -> None:
+        """Second half of a commit. If it fails, ranks, version and KV may be at odds: no step runs on that."""
+        try:
+            self._engine.runner.updates.commit(update.version)
+            keep_kv = self._settle_requests(update)
+            epoch = self.lifecycle.commit(update.id, update.version, full=update.mode == "full")
+            update.report |= {"epoch": epoch, "recompute_tokens": self._engine.scheduler.new_epoch(epoch, keep_kv=keep_kv)}
+        except BaseException as error:
+            reason = f"the switch to update {update.id} failed half way: {describe(error)}"
+            self._close_update(update, "aborted", reason, torn=reason)
+            self.update_stats.aborts["failure"] += 1
+            self._engine.runner.updates.abort()  # on ranks that have not switched
+            raise
+        self._close_update(update, "committed")
+
+    def _close_update(self, update: Update, state: str, reason: str | None = None, *, torn: str | None = None) -> None:
+        self.lifecycle.close_update(update.id, torn=torn)
+        self.lifecycle.release(self._update_owner(update))
+        update.state, update.reason = state, reason
 
     def _final_mode(self, update: Update) -> str:
         """full or partial. Raises UpdateRefused for an update that grew and must be full, but is not."""
@@ -439,8 +463,6 @@ class Control(Pauses):
             return {**update.status(), "changed": False}
         touched = self._engine.runner.updates.abort()
         torn = f"update {update_id} ended half applied ({reason})" if update.apply == "in_place" and touched else None
-        self.lifecycle.close_update(update_id, torn=torn)
-        self.lifecycle.release(self._update_owner(update))
-        update.state, update.reason = "aborted", reason
+        self._close_update(update, "aborted", reason, torn=torn)
         self.update_stats.aborts[cause] += 1
         return {**update.status(), "changed": True}

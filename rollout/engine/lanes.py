@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...weight_sync.manifest import ChunkError, ManifestError
-from ..errors import BadRequest, RollsyncError, UpdateRefused, describe
+from ..errors import BadRequest, IllegalState, RollsyncError, UpdateRefused, describe
 
 Work = Callable[[], Any]
 Reply = Callable[[Any], None]
@@ -45,12 +45,14 @@ class Lanes:
     def submit(self, name: str, work: Work, reply: Reply) -> None:
         """Queue work on a lane; `reply` is called on its thread with the value, or with the error as a RollsyncError."""
         with self._lock:
-            if self._closed:
-                return
-            if name not in self._queues:
-                self._queues[name] = queue.SimpleQueue()
-                threading.Thread(target=self._run, args=(name,), name=f"rollsync-lane-{name[:12]}", daemon=True).start()
-            self._queues[name].put((work, reply))
+            closed = self._closed
+            if not closed:
+                if name not in self._queues:
+                    self._queues[name] = queue.SimpleQueue()
+                    threading.Thread(target=self._run, args=(name,), name=f"rollsync-lane-{name[:12]}", daemon=True).start()
+                self._queues[name].put((work, reply))
+        if closed:
+            reply(IllegalState("the engine is closing"))
 
     def close(self) -> None:
         """Let the threads end after what they are at."""

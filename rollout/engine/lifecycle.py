@@ -45,10 +45,16 @@ def check_owner(owner: Any) -> None:
         raise BadRequest(f"owner must be a non-empty string, got {owner!r}", field="owner")
 
 
+def check_seconds(field: str, value: Any) -> None:
+    """BadRequest for what is not a finite number > 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BadRequest(f"{field} must be a finite number of seconds > 0, got {value!r}", field=field)
+
+
 def check_ttl(ttl_s: Any) -> None:
     """BadRequest for what is neither None nor a finite number of seconds > 0."""
-    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf):
-        raise BadRequest(f"ttl_s must be a finite number of seconds > 0 or null, got {ttl_s!r}", field="ttl_s")
+    if ttl_s is not None:
+        check_seconds("ttl_s", ttl_s)
 
 
 def is_own(owner: str) -> bool:
@@ -82,6 +88,8 @@ class Lifecycle:
         self._clock = clock
         self.leases: dict[str, Lease] = {}
         self.memory = dict.fromkeys(MEMORY_TAGS, "resident")
+        self.memory_moves = 0
+        """how often memory went or came"""
         self.version = version
         self.instance = uuid.uuid4().hex
         """names this engine's life: with the epoch, what weights are served, whatever their version says"""
@@ -260,6 +268,7 @@ class Lifecycle:
         if tag == "weights" and state == "discarded":
             self.invalid = self.invalid or "discarded by sleep: commit a full update"
         self.memory[tag] = state
+        self.memory_moves += 1
 
     # Weights
 

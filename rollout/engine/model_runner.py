@@ -212,6 +212,8 @@ class ModelRunner:
             raise
         self.updates = WeightUpdates(model, self.weights, rank, size)
         self._kept: IO[bytes] | None = None
+        self._away: set[str] = set()
+        """memory that sleeps"""
         self.info = RunnerInfo(
             model=config.model,
             num_blocks=layout.num_blocks,
@@ -345,6 +347,7 @@ class ModelRunner:
         """
         before = resident_bytes()
         self._release(tag, keep)
+        self._away.add(tag)
         return max(0, before - resident_bytes())
 
     def _release(self, tag: str, keep: bool) -> None:
@@ -375,16 +378,19 @@ class ModelRunner:
             self._kept = None
 
     def wake(self, tag: str) -> None:
-        """Have that memory again; weights that were not kept are zeros, and the file of those that were is freed.
+        """Have that memory again, if it is away; weights that were not kept are zeros, and the file of those that were is freed.
 
         Raises:
             MemoryError: says how much is needed and how much is free. OSError: the file cannot be read. Nothing is taken then.
         """
+        if tag not in self._away:
+            return
         needed, free = self._kv.layout.nbytes if tag == "kv_cache" else self.weights.nbytes, available_memory()
         if needed > free:
             raise MemoryError(f"{needed} bytes are needed, {free} are free")
         if tag == "kv_cache":
             self._kv.resume()
+            self._away.remove(tag)
             return
         try:
             self.weights.resume()
@@ -396,6 +402,7 @@ class ModelRunner:
             self.weights.release()
             raise
         self._drop_kept()
+        self._away.remove(tag)
 
     def close(self) -> None:
         """Free the KV pool, the weights and the buffers. Nothing runs after this."""

@@ -205,8 +205,15 @@ class RankUpdates:
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
         own = lambda: self._own.prepare(digests, refuse_nonfinite=refuse_nonfinite)  # noqa: E731
         given = None if digests is None else dict(digests)
-        problems = _joined(self._ranks.call("prepare", [given, refuse_nonfinite], own, timeout_s=WEIGHTS_TIMEOUT_S))
-        return problems or self._shares_that_differ(digests or {})
+        prepared = False
+        try:
+            problems = _joined(self._ranks.call("prepare", [given, refuse_nonfinite], own, timeout_s=WEIGHTS_TIMEOUT_S))
+            problems = problems or self._shares_that_differ(digests or {})
+            prepared = not problems
+        finally:
+            if not prepared:
+                self._ranks.call("unseal", [], self._own.unseal)
+        return problems
 
     def _shares_that_differ(self, digests: Mapping[str, int]) -> list[str]:
         """Of tensors that came to the ranks in shares: those whose shares do not add up to what the sender says."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .lifecycle import DEFAULT_OWNER, Lifecycle, check_choice, is_own
+from .lifecycle import DEFAULT_OWNER, Lifecycle, check_choice, check_seconds, is_own
 from .types import RolloutRequest, SampleOutput
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Drain:
 
 
 class Pauses:
-    """Pause, resume, leases. Owned by the thread that steps; """
+    """Pause, resume, leases. Owned by the thread that steps."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
@@ -130,6 +130,8 @@ class Pauses:
             timeout_s: how long a drain may take; then the rest is aborted or kept (`at_timeout`).
         """
         check_choice("at_timeout", at_timeout, ("abort", "keep"))
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
         scheduler = self._engine.scheduler
         changed = self.lifecycle.pause(owner, mode, self._engine.config.default_pause_ttl_s if ttl_s is None else ttl_s)
         before = self._drains.pop(owner, None)

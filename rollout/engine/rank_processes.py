@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -23,7 +25,7 @@ from .worker import Channel
 START_TIMEOUT_S = 300.0
 """for a rank to load its share"""
 CALL_TIMEOUT_S = 120.0
-"""for a rank to answer; what moves weights has `WEIGHTS_TIMEOUT_S`"""
+"""for a rank to read what it is sent, and to answer; what moves weights has `WEIGHTS_TIMEOUT_S`"""
 WEIGHTS_TIMEOUT_S = 600.0
 BLAME_S = 1.0
 """how long to look for the rank that began it, once one says that it lost another"""
@@ -78,6 +80,7 @@ class RankProcesses:
 
     def _spawn(self, rank: int) -> _Rank:
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CALL_TIMEOUT_S), 0))
         fds = (theirs.fileno(), self.store_fd, self.bytes_fd)
         command = [sys.executable, "-m", "rollsync.rollout.engine.worker", *map(str, (rank, self.size, os.getpid(), *fds))]
         with theirs:
@@ -194,13 +197,12 @@ class RankProcesses:
         """Send to all, expecting no answer."""
         self.check()
         for rank in self._ranks:
-            try:
-                rank.channel.send(*message)
-            except OSError:
-                raise self.why_lost() or EngineDead(f"tensor parallel rank {rank.rank} does not read") from None
+            self._tell(rank, *message)
 
     def call(self, name: str, args: list[Any], own: Callable[[], Any], *, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         """Call all ranks, `own` being rank 0's part. Their values in order of rank; all are waited for before an error is raised.
+
+        Rank 0's part has deadlines of its own; the others have `timeout_s` more, since what they wait for may be what it waits for.
 
         Raises:
             EngineDead: a rank ended, or did not answer in time. Else what the first one raised.
@@ -214,17 +216,22 @@ class RankProcesses:
     def _call(self, ranks: Sequence[int], name: str, args: list[Any], own: Callable[[], Any], timeout_s: float) -> list[Any]:
         self.check()
         futures = {rank: self._send(self._ranks[rank - 1], name, args) for rank in ranks if rank}
-        deadline = time.monotonic() + timeout_s
         values: dict[int, Any] = {}
-        errors: list[BaseException] = []
-        for rank in ranks:
+        errors: list[Exception] = []
+        if 0 in ranks:
             try:
-                values[rank] = own() if rank == 0 else futures[rank].result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                self._lose(f"tensor parallel rank {rank} did not answer {name} within {timeout_s:g} s")
-                raise self.lost or EngineDead("the engine is closed") from None
-            except Exception as error:
+                values[0] = own()
+            except Exception as error:  # raised below, once the others are through
                 errors.append(error)
+        late = futures_wait(futures.values(), timeout_s).not_done
+        for rank, future in futures.items():
+            if future in late:
+                self._lose(f"tensor parallel rank {rank} did not answer {name} within {timeout_s:g} s")
+                raise self.lost or EngineDead("the engine is closed")
+            if (failed := future.exception()) is None:
+                values[rank] = future.result()
+            elif isinstance(failed, Exception):
+                errors.append(failed)
         if errors:
             raise next((e for e in errors if isinstance(e, EngineDead)), errors[0])
         return [values[rank] for rank in ranks]
@@ -234,11 +241,17 @@ class RankProcesses:
         number = next(self._numbers)
         with self._lock:
             rank.pending[number] = future
-        try:
-            rank.channel.send("call", number, name, args)
-        except OSError:
-            raise self.why_lost() or EngineDead(f"tensor parallel rank {rank.rank} does not read") from None
+        self._tell(rank, "call", number, name, args)
         return future
+
+    def _tell(self, rank: _Rank, *message: Any) -> None:
+        """Send to one. Raises EngineDead if it does not read: half a message may be under way, so the ranks are lost."""
+        try:
+            rank.channel.send(*message)
+        except OSError:
+            if self.why_lost() is None:
+                self._lose(f"tensor parallel rank {rank.rank} (pid {rank.process.pid}) does not read")
+            raise self.lost or EngineDead("the engine is closed") from None
 
     def close(self) -> None:
         """End them all; returns when they are gone. Twice is fine."""

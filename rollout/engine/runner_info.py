@@ -86,10 +86,10 @@ class UpdatesLike(Protocol):
         """What the open update lacks to be a full one."""
 
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
-        """First phase of a commit: everything wrong with what has come."""
+        """First phase of a commit: everything wrong with what has come. If nothing is, nothing more comes in until `commit` or `abort`."""
 
     def commit(self, version: int) -> None:
-        """Second phase, between two steps: what was written is live, under this version. Cannot fail."""
+        """Second phase, between two steps: what was written is live, under this version. If it raises, some of it may be live."""
 
     def abort(self) -> bool:
         """Forget the update, without waiting for a sender. True if a byte of it had been applied."""

@@ -9,8 +9,9 @@ from typing import Any
 
 PHASES = ("transfer", "prepare", "commit", "total")
 """of an update that committed, in seconds: from open to the commit call, its checks, its switch, all of it"""
-CAUSES = ("request", "deadline", "connection", "group")
-"""why an update was aborted: somebody asked, its deadline passed, the connection that held it dropped, the group it came by was lost"""
+CAUSES = ("request", "deadline", "connection", "group", "failure")
+"""why an update was aborted: somebody asked, its deadline passed, the connection that held it dropped, the group it came by was lost,
+its switch failed"""
 
 
 class UpdateStats:

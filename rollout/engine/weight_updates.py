@@ -27,7 +27,7 @@ from .weight_target import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Open:
     """The update that is open on this rank."""
 
@@ -37,6 +37,8 @@ class _Open:
     link: Link
     shared_out: frozenset[str]
     """tensors of which only parts come to this rank, so that its digests are parts as well"""
+    sealed: bool = False
+    """prepared: what was checked is what commits, so nothing more is taken in"""
 
 
 class WeightUpdates:
@@ -97,7 +99,9 @@ class WeightUpdates:
 
     def _check_still(self, open_: _Open) -> None:
         if self._open is not open_:
-            raise ChunkError(f"weight update {open_.id} ended while a chunk of it came in")
+            raise ChunkError(f"weight update {open_.id} ended while more of it came in")
+        if open_.sealed:
+            raise ChunkError(f"weight update {open_.id} is being committed: nothing more is taken in")
 
     def missing(self) -> list[str]:
         assert self._open is not None
@@ -105,13 +109,23 @@ class WeightUpdates:
 
     def prepare(self, digests: Mapping[str, int] | None, *, refuse_nonfinite: bool) -> list[str]:
         assert self._open is not None
-        receiver, shared_out = self._open.receiver, self._open.shared_out
+        with self._lock:
+            self._open.sealed = not (problems := self._problems(self._open, digests, refuse_nonfinite))
+        return problems
+
+    def _problems(self, open_: _Open, digests: Mapping[str, int] | None, refuse_nonfinite: bool) -> list[str]:
+        receiver, shared_out = open_.receiver, open_.shared_out
         expected = None if digests is None else {name: value for name, value in digests.items() if name not in shared_out}
         found = {name: value for name, value in receiver.digests().items() if name not in shared_out}
         if shared_out and digests is not None:  # a tied head that the trainer has but nobody here wants
             found |= digests
         problems = receiver.problems(expected, refuse_nonfinite=refuse_nonfinite) or tie_problems(self._cfg, found)
         return problems or lone_heads(self._cfg, (t.name for t in receiver.manifest.tensors))
+
+    def unseal(self) -> None:
+        """Go on taking in: another rank could not prepare."""
+        if self._open is not None:
+            self._open.sealed = False
 
     def wanted(self) -> list[dict[str, list[Box]]]:
         """What each rank of the engine keeps, by checkpoint name."""

@@ -77,6 +77,7 @@ class Worker:
             "extend": self._extend,
             "chunk": self._chunk,
             "prepare": lambda digests, refuse_nonfinite: updates.prepare(digests, refuse_nonfinite=refuse_nonfinite),
+            "unseal": updates.unseal,
             "commit": updates.commit,
             "abort": updates.abort,
             "digests": updates.digests,

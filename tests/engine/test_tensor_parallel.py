@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -175,6 +177,19 @@ def test_one_ranks_refusal_is_everybodys_and_told_once(models: dict[str, str], p
     assert outcome(pair) == before
 
 
+def test_a_timeout_of_rank_0s_own_part_is_the_callers_and_no_lost_rank(pair: Engine) -> None:
+    """As a network file system may raise it while a chunk is read."""
+    runner: Any = pair.runner
+
+    def own() -> Any:
+        raise TimeoutError("the file server does not answer")
+
+    with pytest.raises(TimeoutError, match="file server"):
+        runner._ranks.call("digests", [], own)
+    pair.poll()
+    assert pair.runner.updates.digests()
+
+
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -182,7 +197,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("fault", ["killed idle", "raises", "frozen", pytest.param("killed at work", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["killed idle", "raises", "frozen", "deaf", pytest.param("killed at work", marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_engine_with_its_words(models: dict[str, str], fault: str) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     with Engine(models["untied"], tp=2, dtype="bfloat16", **SMALL) as engine:
@@ -191,19 +206,27 @@ def test_a_lost_rank_ends_the_engine_with_its_words(models: dict[str, str], faul
         engine.add_request(REQUESTS[0])
         engine.step()
         words = {
-            "raises": r"rank 1 .* failed: .*Traceback.*plan_from_wire", "frozen": r"rank 0 waited for rank 1 within a step, at most 0\.5 s"
+            "raises": r"rank 1 .* failed: .*Traceback.*plan_from_wire", "frozen": r"rank 0 waited for rank 1 within a step, at most 0\.5 s",
+            "deaf": r"rank 1 \(pid \d+\) does not read",
         }.get(fault, r"rank \d \(pid \d+\) ended: killed by SIGKILL")  # fmt: skip
         if fault == "raises":
             runner._ranks.post("step", [1])
         elif fault == "frozen":
             runner._group._timeout = timedelta(seconds=0.5)
             os.kill(pids[0], signal.SIGSTOP)
+        elif fault == "deaf":
+            connection = socket.socket(fileno=os.dup(runner._ranks._ranks[0].channel.connection.fileno()))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 300_000))
+            connection.close()
+            os.kill(pids[0], signal.SIGSTOP)
+            with pytest.raises(EngineDead, match=words):
+                runner._ranks.call("values", ["x" * (8 << 20), 1], lambda: None)
         else:
             os.kill(pids[-1], signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(EngineDead, match=f"(?s){words}"):
             while time.monotonic() < began + 10:
-                engine.poll() if fault == "killed idle" else engine.step()
+                engine.poll() if fault in ("killed idle", "deaf") else engine.step()
         with pytest.raises(IllegalState, match="broken"):
             engine.add_request(REQUESTS[1])
     assert all(gone(pid) for pid in pids) and time.monotonic() < began + 5

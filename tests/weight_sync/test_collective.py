@@ -214,6 +214,31 @@ def test_an_update_that_ends_early_costs_its_group_and_blocks_nobody(engine: Gro
     assert link.lost()
 
 
+@pytest.mark.parametrize("moment", ["before it receives", "between two receives"])
+def test_an_end_that_falls_between_receives_leaves_none_to_swallow_the_next_updates_bucket(engine: Groups, moment: str) -> None:
+    sender, receiver = meet(engine)
+    buckets = manifest(2)
+    known, ended = {(b.sender, b.sequence): b for b in buckets.buckets}, []
+
+    def bucket(sender: int, sequence: int) -> Any:
+        if sequence == 1 and not ended:
+            link.close()  # the engine's thread, while the receiving one is about to begin the next
+            ended.append(sequence)
+        return known[sender, sequence]
+
+    link = CollectiveLink([receiver], bucket)
+    if moment == "before it receives":
+        link.close()
+        with pytest.raises(ChunkError, match="over"):
+            link.view(buckets.buckets[0], {})
+        assert not receiver.closed_because, "nothing was begun: the group is good for the next update"
+        return
+    sender.broadcast(torch.zeros(256, dtype=torch.uint8))
+    with pytest.raises(GroupError, match="an update ended"):
+        link.view(buckets.buckets[0], {})
+    assert ended == [1] and receiver.closed_because
+
+
 def foreign(layout: str, name: str, size: int, listening: Callable[[int], None], timeout: timedelta) -> Any:
     """The process group of a trainer that was written for another engine; it hosts the store."""
     store = torch.distributed.TCPStore(HERE, 0, size, True, timeout=timeout, wait_for_workers=False)

@@ -158,6 +158,7 @@ def meet_engine(
             told = error
             gone.set()
     here.join(timeout_s + 5.0)
+    gone.set()  # should it still be at it
     found = outcome[0] if outcome else GroupError("joining", name, where["host"], where["port"], "it did not end in time")
     if told is None and isinstance(found, Group):
         return found

@@ -89,11 +89,12 @@ class Groups:
             GroupError: it was not formed in time, or somebody formed or left one of that name meanwhile.
         """
         with self._lock:
-            entry = self._entries.get(name)
-        if entry is None or entry.store is None or entry.store.port != port:
+            entry, store = self._entries.get(name), None
+            if entry is not None and entry.store is not None and entry.store.port == port:
+                store, entry.store = entry.store, None
+        if entry is None or store is None:
             entry = _Entry(host, port)
             self._replace(name, entry)
-        store, entry.store = entry.store, None
         gone: Callable[[], bool] = lambda: entry.gone  # noqa: E731
         try:
             if store is None:
@@ -215,22 +216,28 @@ class _Line:
         self._turn, self._next = 0, first
         self._ahead: tuple[Tensor, Operation] | None = None
         """bucket `_next`, if its reception has begun"""
-        self._waiting = False
+        self._receiving = False
+        """within `take`: what it waits for, or will, is not in `_ahead`"""
+        self._over = False
 
     def take(self, bucket: Bucket) -> Tensor:
         """The bytes of the sender's next bucket, valid until the next call."""
-        due = self._due()
-        if due is None or due.sequence != bucket.sequence:
-            raise ChunkError(f"chunk {bucket.sequence} of sender {self._sender} is not next in what it sends: {self._next} is")
-        self._waiting = True
-        data, operation = self._ahead or self._begin(bucket)
-        self._ahead = None
-        operation.wait()
-        self._waiting = False
-        self._next += 1
-        if (due := self._due()) is not None:
-            self._ahead = self._begin(due)
-        return data
+        self._receiving = True  # first, and then a look at `_over`; `close` does it the other way round, so one sees the other
+        try:
+            if self._over:
+                raise ChunkError("the update is over")
+            due = self._due()
+            if due is None or due.sequence != bucket.sequence:
+                raise ChunkError(f"chunk {bucket.sequence} of sender {self._sender} is not next in what it sends: {self._next} is")
+            data, operation = self._ahead or self._begin(bucket)
+            self._ahead = None
+            operation.wait()
+            self._next += 1
+            if (due := self._due()) is not None:
+                self._ahead = self._begin(due)
+            return data
+        finally:
+            self._receiving = False
 
     def _due(self) -> Bucket | None:
         """The next bucket that holds anything, if it is known."""
@@ -251,5 +258,7 @@ class _Line:
         return data, self._start(data, bucket)
 
     def close(self) -> None:
-        if self._ahead is not None or self._waiting:
+        """Nothing is received any more. What was begun would swallow the next update's first bucket, so then the group ends."""
+        self._over = True
+        if self._receiving or self._ahead is not None:
             self.group.close("an update ended while a bucket was on its way")

@@ -95,6 +95,7 @@ class MixedLink:
         self._body = BodyLink()
         self._line: tuple[Group, int, CollectiveLink] | None = None
         """the group that chunks come over, the number of the next, and its receiving end"""
+        self._over = False
 
     def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
         if "group" in where:
@@ -108,12 +109,15 @@ class MixedLink:
         if line is None or line[:2] != (group, bucket.sequence):
             line = group, bucket.sequence, CollectiveLink([group], self._bucket, bucket.sequence)
         self._line = group, bucket.sequence + 1, line[2]
+        if self._over:  # `close` may have come before this line
+            line[2].close()
         return line[2].view(bucket, where={})
 
     def lost(self) -> str | None:
         return None  # a group that is left between two chunks has brought all that was named
 
     def close(self) -> None:
+        self._over = True
         if self._line is not None:
             self._line[2].close()
 
