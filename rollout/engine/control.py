@@ -7,7 +7,6 @@ that end.
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -198,8 +197,6 @@ class Control(Pauses):
         check_choice("kv_policy", kv_policy, KV_POLICIES)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
             raise BadRequest(f"version must be an int >= 0, got {version!r}", field="version")
-        if not 0 < deadline_s < math.inf:
-            raise BadRequest(f"deadline_s must be a finite number of seconds > 0, got {deadline_s!r}", field="deadline_s")
         apply = check_choice("apply", apply or self._engine.config.apply, APPLY)
         if apply == "staged" and self._engine.config.apply != "staged":
             raise BadRequest("apply must be in_place: this engine was started with apply = in_place, without a second copy", "apply")
