@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute
 
 from .. import metrics
 from ..errors import NoSuchRoute, RollsyncError
-from . import control, groups, leases, openai, openai_schemas, reply_schemas, token_routes, weights
+from . import control, groups, leases, openai, openai_schemas, reply_schemas, token_routes, weight_schemas, weights
 from .access import Access
 from .audit import AuditLog
 from .dialects import sglang, sglang_control, sglang_schemas, shared, vllm, vllm_generate, vllm_tokens, vllm_weights
@@ -178,7 +178,7 @@ ROUTERS = (
     sglang_control.router,
     *(module.router for module in VLLM),
 )
-_PARTS = (reply_schemas, token_routes, openai_schemas, weights, groups, leases, sglang_schemas, *VLLM)
+_PARTS = (reply_schemas, token_routes, openai_schemas, weight_schemas, groups, leases, sglang_schemas, *VLLM)
 COMPONENTS = {**schemas(), **{name: schema for part in _PARTS for name, schema in part.COMPONENTS.items()}}
 """schemas by name, of bodies and replies of every router"""
 

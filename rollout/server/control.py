@@ -25,6 +25,8 @@ SOON_S = 0.4
 """after which a call answers that what it asked for is pending"""
 ABORT_S = 600.0
 """how long that may be"""
+COMMIT_S = 600.0
+"""how long a commit may take, which checks every value"""
 CAPABILITIES = (
     "rollouts",
     "rollouts.stream",

@@ -42,6 +42,8 @@ Deliver = Callable[[str, "Output | RollsyncError"], None]
 
 BEAT_LOST_S = 30.0
 """no heartbeat for this long: every waiter is told"""
+COMMAND_S = 150.0
+"""how long a command may take: it waits for the step at hand, which counts as stuck after STEP_STUCK_S, and may move memory"""
 BEAT_WATCH_S = 1.0
 """between two looks at it"""
 
@@ -180,11 +182,11 @@ class EngineProcess:
         """Deliver nothing more for this request. True if it was still in flight."""
         return self._waiters.pop(request_id, None) is not None
 
-    async def command(self, verb: str, timeout_s: float = 30.0, **args: Any) -> Any:
+    async def command(self, verb: str, timeout_s: float = COMMAND_S, **args: Any) -> Any:
         """Run a command between two steps. EngineDead if no reply came within `timeout_s`."""
         return await self.run(verb, args, timeout_s)
 
-    async def run(self, verb: str, args: dict[str, Any], timeout_s: float = 30.0) -> Any:
+    async def run(self, verb: str, args: dict[str, Any], timeout_s: float = COMMAND_S) -> Any:
         """`command`, for verbs whose arguments have names of ours."""
         return await self._ask(repr(verb), timeout_s, "command", verb, args)
 

@@ -35,7 +35,8 @@ class RouteNeeds:
     """What each path needs, as its route declares (schemas.route). ValueError for a route that does not."""
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
-        self._declared: list[tuple[re.Pattern[str], Needs, str]] = [(re.compile(re.escape(DOCUMENT)), "traffic", DOCUMENT)]
+        document = re.compile(re.escape(DOCUMENT))
+        self._declared: list[tuple[re.Pattern[str], set[str], Needs, str]] = [(document, {"GET"}, "traffic", DOCUMENT)]
         self._errors: list[tuple[re.Pattern[str], str]] = []
         self.paths = {DOCUMENT}
         for route in routes:
@@ -43,22 +44,26 @@ class RouteNeeds:
             needs = declared.get("x-needs")
             if not isinstance(route, APIRoute) or needs not in STRICTNESS:
                 raise ValueError(f"{route} must declare what it needs, as openapi_extra=route(tag, needs)")
-            self._declared.append((route.path_regex, needs, route.path))
+            self._declared.append((route.path_regex, set(route.methods or ()), needs, route.path))
             if "x-error" in declared:
                 self._errors.append((route.path_regex, declared["x-error"]))
             self.paths.add(route.path)
 
-    def of(self, path: str) -> Needs:
+    def of(self, method: str, path: str) -> Needs:
         """The strictest of the routes that could take it, by the router's own patterns; of no route: "traffic"."""
-        return self.find(path)[0]
+        return self.find(method, path)[0]
 
-    def find(self, path: str) -> tuple[Needs, str, dict[str, str]]:
-        """The same, with that route's pattern and what the path has in its place."""
-        found = [(needs, name, match) for pattern, needs, name in self._declared if (match := pattern.match(path))]
-        if not found:
+    def find(self, method: str, path: str) -> tuple[Needs, str, dict[str, str]]:
+        """The same, with that route's pattern and what the path has in its place. Of a method none takes: the strictest of the path."""
+        there = [
+            (method in taken, needs, name, match.groupdict())
+            for pattern, taken, needs, name in self._declared
+            if (match := pattern.match(path))
+        ]
+        if not there:
             return "traffic", "other", {}
-        needs, name, match = max(found, key=lambda f: STRICTNESS[f[0]])
-        return needs, name, match.groupdict()
+        _, needs, name, in_path = max(there, key=lambda found: (found[0], STRICTNESS[found[1]]))
+        return needs, name, in_path
 
     def error_of(self, path: str) -> str | None:
         """The component that errors on it look like, if its route declares one of its own."""
@@ -86,7 +91,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        needs, route, in_path = self._routes.find(scope["path"])
+        needs, route, in_path = self._routes.find(scope["method"], scope["path"])
         if needs != "control":
             await self._answer(scope, receive, send, needs, {})
             return

@@ -8,74 +8,32 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...weight_sync.manifest import MAX_TENSORS
-from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
-from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
-from ..errors import BadRequest
+from ..engine.control import DEFAULT_UPDATE_S
+from ..engine.lifecycle import MEMORY_TAGS
+from ..errors import BadRequest, show
 from . import control, hold
 from .audit import note
-from .checks import Field, boolean, check, choice, integer, mapping, names, nullable, object_schema, read, seconds, string
+from .checks import Field, read
 from .engine_client import EngineProcess
 from .replies import body_of, reply, take
-from .reply_schemas import FACTS
 from .rollouts import RolloutService
-from .schemas import BOOLEAN, COUNT, INTEGER, NUMBER, OBJECT, STRING, Item, array, parameter, reply_schema, route
+from .schemas import parameter, route
+from .weight_schemas import (
+    ABORT_UPDATE_FIELDS,
+    CHUNK_FIELDS,
+    COMMIT_FIELDS,
+    DIGEST_FIELDS,
+    NAMED_BY,
+    OPEN_FIELDS,
+    PAUSE_FIELDS,
+    RESUME_FIELDS,
+    SLEEP_FIELDS,
+    TRANSPORT_FIELDS,
+    WAKE_FIELDS,
+)
 
 router = APIRouter()
-U64 = 1 << 64
-VERSION_LIMIT = (1 << 63) - 1
 CHUNK_TYPE = "application/octet-stream"
-
-
-@check(mapping.schema)
-def few_tensors(path: str, value: Any) -> Any:
-    """What would keep the event loop and the engine busy for seconds goes no further; all else of a manifest is the engine's to judge."""
-    tensors = mapping(path, value).get("tensors")
-    if isinstance(tensors, list) and len(tensors) > MAX_TENSORS:
-        raise BadRequest(f"{path}.tensors must be at most {MAX_TENSORS}, got {len(tensors)}", field=f"{path}.tensors")
-    return value
-
-
-OPEN_FIELDS = (
-    Field("manifest", few_tensors, "the tensors: {tensors: [{name, dtype, shape, slices?}], bucket_bytes?}; a folder brings its own"),
-    Field("version", integer(0, VERSION_LIMIT), "of the new weights; left out: the current one plus 1"),
-    Field("base_version", integer(0, VERSION_LIMIT), "what a partial update builds on; refused on any other"),
-    Field("transport", mapping, "how the bytes come: {name: http | ipc | collective, offers} or {name: disk, folder}; left out: http"),
-    Field("commit", boolean, "disk: also commit, once all is read; the reply comes then"),
-    Field("mode", choice(*MODES), "full: every tensor; partial: those named"),
-    Field("apply", choice("staged", "in_place"), "staged: a second copy; in_place: the engine pauses; left out: as the server was started"),
-    Field("kv_policy", choice(*KV_POLICIES), "what becomes of running requests at the commit"),
-    Field("owner", string, "who sends, for the log"),
-    Field("deadline_s", seconds, f"after this the update is dropped; default {DEFAULT_UPDATE_S:g}"),
-    Field("refuse_nonfinite", boolean, "whether NaN or infinity refuses the commit; default true"),
-    Field("force", boolean, "allow a version below the current one"),
-    Field("hold", boolean, "the reply is a stream, and the update is aborted if its connection drops; default false"),
-)
-DISK_FIELDS = (
-    Field("name", choice("disk"), "disk"),
-    Field("folder", string, "a checkpoint below --weights-root: its path, or its name there"),
-)
-CHUNK_FIELDS = (
-    Field("sender", integer(0, 1 << 31), "rank that sends"),
-    Field("sequence", integer(0, 1 << 31), "number of the bucket among its sender's"),
-    Field("offset", integer(0, VERSION_LIMIT), "ipc: where the bucket begins in the memory offered"),
-)
-COMMIT_FIELDS = (Field("digests", mapping, "digest by tensor name as 16 hexadecimal digits, compared with what came"),)
-DIGEST_FIELDS = (Field("compare", mapping, "digests by tensor name as 16 hexadecimal digits"),)
-ABORT_UPDATE_FIELDS = (Field("reason", string, "for the log and for whoever asks"),)
-PAUSE_FIELDS = (
-    Field("mode", choice(*PAUSE_MODES), "keep, recompute, abort or drain; default keep"),
-    Field("owner", string, "whose lease; default operator"),
-    Field("ttl_s", seconds, "the lease expires after this; left out: --default-pause-ttl-s, or never"),
-    Field("timeout_s", seconds, "drain: how long it may take"),
-    Field("at_timeout", choice("abort", "keep"), "drain: what becomes of the rest then; default abort"),
-)
-SLEEP_FIELDS = (
-    Field("tags", names(*MEMORY_TAGS), "which memory; left out: all of it"),
-    Field("weights", choice(*WEIGHTS_ASLEEP), "offload: kept in a file; discard: invalid until a full update commits; default offload"),
-)
-WAKE_FIELDS = (Field("tags", names(*MEMORY_TAGS), "which memory; left out: all of it"),)
-RESUME_FIELDS = (Field("owner", string, "whose lease; default operator"),)
 
 
 def _service(request: Request) -> RolloutService:
@@ -101,7 +59,9 @@ async def open_update(request: Request) -> Response:
     got = await _fields(request, OPEN_FIELDS)
     held = got.pop("hold", False)
     service = _service(request)
-    if got.get("transport", {}).get("name") == "disk":
+    if "transport" in got:
+        got["transport"] = _transport(got["transport"])
+    if "folder" in got.get("transport", {}):
         opening = _open_folder(service.engine, got)
     elif "commit" in got:
         raise BadRequest("commit is for the disk transport: others commit by a call of its own", field="commit")
@@ -123,11 +83,20 @@ async def hold_update(request: Request, update_id: str) -> Response:
     return hold.hold(request, service, await control.update_status(service, update_id))
 
 
+def _transport(raw: Any) -> dict[str, Any]:
+    """A transport with the fields that it has, and no other's."""
+    told = read(raw, TRANSPORT_FIELDS, "transport")
+    for name in told:
+        if name != "name" and name not in NAMED_BY[told["name"]]:
+            raise BadRequest(f"transport.{name} is none of the transport {told['name']}'s fields", field=f"transport.{name}")
+    if told["name"] == "disk" and "folder" not in told:
+        raise BadRequest("transport.folder is missing: name the checkpoint", field="transport.folder")
+    return told
+
+
 async def _open_folder(engine: EngineProcess, got: dict[str, Any]) -> Any:
     """An update from a folder: the engine checks its headers, opens, and reads it by itself."""
-    told = read(got.pop("transport"), DISK_FIELDS, "transport")
-    if "folder" not in told:
-        raise BadRequest("transport.folder is missing: name the checkpoint", field="transport.folder")
+    told = got.pop("transport")
     if "manifest" in got:
         raise BadRequest("manifest must be left out: the folder's headers are the manifest", field="manifest")
     patience_s = got.get("deadline_s", DEFAULT_UPDATE_S) + 60.0 if got.get("commit") else 60.0
@@ -184,12 +153,12 @@ async def commit(request: Request, update_id: str) -> Response:
     """Check all that came and make it current between two steps. 422 says what is missing or differs; the update stays open."""
     got = await _fields(request, COMMIT_FIELDS)
     digests = {name: _digest(name, value) for name, value in got["digests"].items()} if "digests" in got else None
-    return reply(request, await _service(request).engine.command("commit_update", update_id=update_id, digests=digests))
+    return reply(request, await _service(request).engine.command("commit_update", control.COMMIT_S, update_id=update_id, digests=digests))
 
 
 def _digest(name: Any, value: Any) -> int:
     if not isinstance(name, str) or not isinstance(value, str) or len(value) != 16 or not all(c in "0123456789abcdef" for c in value):
-        raise BadRequest(f"digests[{name!r}] must be 16 hexadecimal digits, got {value!r}", field="digests")
+        raise BadRequest(f"digests[{show(name)}] must be 16 hexadecimal digits, got {show(value)}", field="digests")
     return int(value, 16)
 
 
@@ -223,6 +192,11 @@ async def digests(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """Take a lease that stops the engine; answered once it is at rest, saying what became of each kind of request."""
     got = await _fields(request, PAUSE_FIELDS)
+    for name in ("timeout_s", "at_timeout"):
+        if name in got and got.get("mode") != "drain":
+            raise BadRequest(f"{name} is for mode drain", field=name)
+    if "at_timeout" in got and "timeout_s" not in got:
+        raise BadRequest("at_timeout needs timeout_s: without it a drain waits for as long as it takes", field="at_timeout")
     return reply(request, await control.pause(_service(request), got.get("timeout_s", 3600.0) + 30.0, **got))
 
 
@@ -235,13 +209,16 @@ async def resume(request: Request) -> Response:
 @router.post("/v1/engine/sleep", openapi_extra=route("Control", "control", takes="Sleep", gives="Slept", errors=(409,)))
 async def sleep(request: Request) -> Response:
     """Give memory to the system; the reply says how much, as the system counts it. Requests wait, and are computed anew."""
-    return reply(request, await _service(request).engine.run("sleep", await _fields(request, SLEEP_FIELDS), 120.0))
+    got = await _fields(request, SLEEP_FIELDS)
+    if "weights" in got and "weights" not in got.get("tags", MEMORY_TAGS):
+        raise BadRequest("weights says what becomes of them, and tags leaves them where they are", field="weights")
+    return reply(request, await _service(request).engine.run("sleep", got))
 
 
 @router.post("/v1/engine/wake", openapi_extra=route("Control", "control", takes="Wake", gives="Woken", errors=(409,)))
 async def wake(request: Request) -> Response:
     """Have memory back. A pause that somebody took before survives."""
-    return reply(request, await _service(request).engine.run("wake", await _fields(request, WAKE_FIELDS), 120.0))
+    return reply(request, await _service(request).engine.run("wake", await _fields(request, WAKE_FIELDS)))
 
 
 @router.post("/v1/engine/reset_prefix_cache", openapi_extra=route("Control", "control", takes="Nothing", gives="CacheReset"))
@@ -249,76 +226,3 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Forget every cached prefix. No update needs it: a block is never found by other weights than those that made it."""
     await _fields(request, ())
     return reply(request, await _service(request).engine.command("reset_prefix_cache"))
-
-
-_UPDATE = reply_schema(
-    "A weight update, open or over.",
-    Item("id", STRING),
-    Item("state", {"type": "string", "enum": ["open", "committed", "aborted"]}),
-    Item("reason", {"anyOf": [STRING, {"type": "null"}]}, "why it was aborted"),
-    Item("mode", {"anyOf": [STRING, {"type": "null"}]}, "full or partial; null while an update grows"),
-    *(Item(name, STRING) for name in ("apply", "kv_policy", "owner")),
-    Item("version", INTEGER, "of the new weights"),
-    Item("bytes", COUNT, "of all tensors"),
-    Item("received_bytes", COUNT, "while open", always=False),
-    Item("missing_chunks", COUNT, "while open", always=False),
-    Item("phase", {"type": "string", "enum": ["receiving", "checking", "switching"]}, "while open", always=False),
-    Item("elapsed_s", NUMBER, "while open: since it was opened", always=False),
-    Item("deadline_in_s", NUMBER, "while open", always=False),
-    Item("pending", BOOLEAN, "of an abort: the engine is in a long step or command, and ends the update after it", always=False),
-    Item("epoch", COUNT, "once committed: number of commits so far", always=False),
-    Item("recompute_tokens", COUNT, "once committed: tokens of running requests that are prefilled again", always=False),
-    Item("aborted", COUNT, "once committed with kv_policy abort: samples ended", always=False),
-    Item("seconds", NUMBER, "once committed: since it was opened", always=False),
-    Item("changed", BOOLEAN, "false for a call that found its work done", always=False),
-)
-_HELD_EVENTS = ("open", "committed", "aborted", "error")
-_STATE = reply_schema(
-    "Three facts, never inferred from each other.",
-    *FACTS,
-    Item("why_not_running", nullable(STRING), "null: requests are served"),
-)
-COMPONENTS = {
-    "OpenUpdate": {**object_schema(OPEN_FIELDS), "required": ["manifest"]},
-    "Chunk": object_schema(CHUNK_FIELDS),
-    "CommitUpdate": object_schema(COMMIT_FIELDS),
-    "AbortUpdate": object_schema(ABORT_UPDATE_FIELDS),
-    "Pause": object_schema(PAUSE_FIELDS),
-    "Resume": object_schema(RESUME_FIELDS),
-    "Sleep": object_schema(SLEEP_FIELDS),
-    "Wake": object_schema(WAKE_FIELDS),
-    "Slept": reply_schema(
-        "", Item("changed", BOOLEAN), Item("freed_bytes", OBJECT, "by tag"), Item("recompute_tokens", COUNT, "to feed again", always=False)
-    ),
-    "Woken": reply_schema(
-        "",
-        Item("changed", BOOLEAN),
-        Item("asleep", array(STRING), "tags that still are"),
-        Item("running", BOOLEAN),
-        Item("reason", {"anyOf": [STRING, {"type": "null"}]}, "why it is not running"),
-    ),
-    "Nothing": object_schema(()),
-    "CacheReset": reply_schema("", Item("changed", BOOLEAN), Item("blocks", COUNT, "blocks forgotten; those in use go on being used")),
-    "Update": _UPDATE,
-    "UpdateEvent": {**_UPDATE, "properties": {**_UPDATE["properties"], "event": {"type": "string", "enum": list(_HELD_EVENTS)}}},
-    "State": _STATE,
-    "Compare": object_schema(DIGEST_FIELDS),
-    "Digests": reply_schema(
-        "",
-        Item("digests", {"type": "object", "additionalProperties": STRING}, "by tensor name"),
-        Item("differ", array(STRING), "names compared whose digest here is another, or that are not here"),
-    ),
-    "ChunkTaken": reply_schema("What is left.", Item("changed", BOOLEAN), Item("received_bytes", COUNT), Item("missing_chunks", COUNT)),
-    "Paused": reply_schema(
-        "What became of the requests.",
-        Item("changed", BOOLEAN, "whether the owner had no lease before"),
-        Item("mode", STRING),
-        *(Item(name, COUNT, "samples") for name in ("aborted", "recomputed", "kept", "drained", "queued")),
-        Item("request_ids", OBJECT, "of calls, by kind: aborted, recomputed, kept, drained; not all of very many"),
-        Item("recompute_tokens", COUNT, "mode recompute: to feed again", always=False),
-        Item("draining", BOOLEAN, "always false here"),
-        Item("resumed", BOOLEAN, "drain: the lease was given back or expired before it was over", always=False),
-        Item("superseded", BOOLEAN, "drain: its owner paused anew before it was over", always=False),
-    ),
-    "Resumed": reply_schema("", Item("changed", BOOLEAN), Item("running", BOOLEAN), Item("reason", {"anyOf": [STRING, {"type": "null"}]})),
-}

@@ -35,7 +35,7 @@ class FakeUpdates:
             time.sleep(SLOW_S)
 
     def open(self, update_id: str, manifest: Any, **how: Any) -> list[str]:
-        if how["transport"] == {"name": "slow"}:
+        if manifest is not None and manifest.tensors[0].name == "slow":
             time.sleep(SLOW_S)
         self.nbytes, self._chunks = manifest.nbytes if manifest else 0, set()
         return []

@@ -36,7 +36,7 @@ SGLANG_CONTROL = {
     *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk"),
     *("/weights_checker", "/get_weights_by_name"),
 }
-READS = {"/v1/engine/status"}
+READS = {("GET", "/v1/engine/status"), ("GET", "/v1/engine/leases")}
 VLLM_CONTROL = {
     "/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests", "/sleep", "/wake_up", "/release_kv_cache_memory",
     "/reset_prefix_cache", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
@@ -61,7 +61,8 @@ def ask(http: httpx.Client, method: str, path: str, headers: dict[str, str], acc
 def test_no_route_answers_without_its_key(locked: httpx.Client) -> None:
     assert {path for _, path in ROUTES} >= OPEN | {"/v1/rollouts", "/v1/engine/abort"}
     for method, path in [*ROUTES, *OTHERS]:
-        controls = path in SGLANG_CONTROL | VLLM_CONTROL or (path.startswith(("/v1/engine/", "/v1/weights/")) and path not in READS)
+        controls = path in SGLANG_CONTROL | VLLM_CONTROL or path.startswith(("/v1/engine/", "/v1/weights/"))
+        controls = controls and (method, path) not in READS
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic key"}, {"Authorization": "Bearer"}):
             refused = ask(locked, method, path, wrong).status_code == 401
             assert refused == (path not in OPEN), (method, path, wrong)
@@ -85,7 +86,8 @@ def test_a_route_must_declare_what_it_needs() -> None:
     router.post("/pause", openapi_extra=route("Control", "control"))(lambda: None)
     router.get("/{rest:path}", openapi_extra=route("Health", "open"))(lambda: None)
     needs = RouteNeeds(router.routes)
-    assert [needs.of(path) for path in ("/pause", "/pause\n", "/pauses", "nowhere")] == ["control", "control", "open", "traffic"]
+    asked = (("POST", "/pause"), ("POST", "/pause\n"), ("PUT", "/pause"), ("GET", "/pause"), ("GET", "/pauses"), ("GET", "nowhere"))
+    assert [needs.of(*each) for each in asked] == ["control", "control", "control", "open", "open", "traffic"]
 
 
 @pytest.mark.parametrize("path, status", [("/v1/rollouts", 503), ("/health", 200)])

@@ -95,7 +95,7 @@ def test_any_rank_that_drops_ends_the_update_and_a_commit_ends_the_hold(live: An
 def test_a_caller_that_leaves_before_its_open_is_answered_leaves_nothing_open(live: Any, control: HttpControl, until: Any) -> None:
     for held in (False, True):
         with pytest.raises(httpx.ReadTimeout):
-            body = {"manifest": MANIFEST, "transport": {"name": "slow"}, "hold": held}
+            body = {"manifest": {"tensors": [{**MANIFEST["tensors"][0], "name": "slow"}]}, "hold": held}
             httpx.post(f"{live.url}/v1/weights/updates", json=body, timeout=0.3)
         time.sleep(1.0)
         until(lambda: update_of(live) is None, FREE_S)

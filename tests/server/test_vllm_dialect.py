@@ -181,6 +181,7 @@ def test_a_pause_lasts_until_resumed_and_loses_nothing(http: httpx.Client, until
         found = http.post(f"/pause?{query}").json()
         assert found["status"] == "paused" and found["mode"] == mode
         assert http.get("/is_paused").json() == {"is_paused": True} and http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.get("/ping").status_code == http.get("/health").status_code == 200, "a trainer that paused it must not take it for dead"
         http.post("/v1/engine/pause", json={"owner": "somebody else"})
         assert http.post("/resume").json()["status"] == "paused", "another's lease survives"
         http.post("/v1/engine/resume", json={"owner": "somebody else"})

@@ -26,9 +26,6 @@ from .sglang_state import OWNER, SglangState, state_of
 
 router = APIRouter()
 PAUSE_MODES = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
-PAUSE_S = 120.0
-"""how long a pause may take: it waits for the step at hand"""
-MOVE_S = 120.0
 FLUSH_POLL_S = 0.1
 MAX_FLUSH_S = 3600.0
 HEALTH_S = 20.0
@@ -109,7 +106,7 @@ async def pause_engine(service: RolloutService, mode: str) -> dict[str, Any]:
     if mode == "abort":  # also what is still on its way to the engine
         for ticket in list(service.in_flight.values()):
             ticket.mark_aborted("paused")
-    report: dict[str, Any] = await service.engine.command("pause", PAUSE_S, mode=mode, owner=OWNER)
+    report: dict[str, Any] = await service.engine.command("pause", mode=mode, owner=OWNER)
     return report
 
 
@@ -196,7 +193,7 @@ async def release_memory_occupation(request: Request, state: SglangState) -> Mes
     tags, absent = _tags(await fields(request, MEMORY_FIELDS))
     if not tags:
         return absent.removeprefix("; ")
-    report = await service_of(request).engine.command("sleep", MOVE_S, tags=tags, weights="offload")
+    report = await service_of(request).engine.command("sleep", tags=tags, weights="offload")
     freed = ", ".join(f"{tag} {size >> 20} MiB" for tag, size in report["freed_bytes"].items()) or "all was released before"
     return f"released: {freed}{absent}"
 
@@ -207,7 +204,7 @@ async def resume_memory_occupation(request: Request, state: SglangState) -> Mess
     tags, absent = _tags(await fields(request, MEMORY_FIELDS))
     if not tags:
         return absent.removeprefix("; ")
-    report = await service_of(request).engine.command("wake", MOVE_S, tags=tags)
+    report = await service_of(request).engine.command("wake", tags=tags)
     return f"resumed: {', '.join(tags)}{absent}{'; still released: ' + ', '.join(report['asleep']) if report['asleep'] else ''}"
 
 

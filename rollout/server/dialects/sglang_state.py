@@ -22,8 +22,6 @@ from .version_names import VersionNames, names_of
 
 OWNER = "sglang"
 """of leases and updates"""
-COMMIT_S = 600.0
-"""how long the engine may take for a commit, which waits for the step at hand"""
 GROUP_S = 300.0
 """how long a group's ranks may take to meet, and a bucket to come"""
 
@@ -146,7 +144,7 @@ class SglangState:
             await self.abort("no tensor came")
             return "no tensor came: the weights are what they were"
         try:
-            done = await self._engine.command("commit_update", COMMIT_S, update_id=session.update_id)
+            done = await self._engine.command("commit_update", control.COMMIT_S, update_id=session.update_id)
         except BaseException as error:
             await self._drop(session, error)
             raise

@@ -219,7 +219,7 @@ def _parcels(serialized: list[str], load_format: str | None) -> list[Parcel]:
 
 @controlled("/update_weights_from_tensor", takes="SglangTensors")
 async def update_weights_from_tensor(request: Request, state: SglangState) -> Message:
-    """Take tensors that the trainer shares by torch's handles (CUDA IPC, or named shared memory for CPU tensors).
+    """Take tensors that the trainer shares by torch's handles (named shared memory for CPU tensors; CUDA IPC, not run on a GPU yet).
 
     The handles come in pickles, of which only handles are read, and nothing is called or imported; off without --allow-tensor-pickle.
     """
@@ -276,10 +276,10 @@ async def weights_checker(request: Request, state: SglangState) -> Message:
             state.check_no_session("the weights cannot be dropped")
             if state.state()["memory"]["weights"] != "resident":
                 raise IllegalState("the weights are released: resume them first")
-            await service.engine.command("sleep", 120.0, tags=["weights"], weights="discard")
-            await service.engine.command("wake", 120.0, tags=["weights"])
+            await service.engine.command("sleep", tags=["weights"], weights="discard")
+            await service.engine.command("wake", tags=["weights"])
         return "the weights are dropped: nothing is generated until a full update is current"
-    found: dict[str, str] = await service.engine.aside("reads", "digests", 120.0)
+    found: dict[str, str] = await service.engine.aside("digests", "digests", 120.0)
     skipped = set(got.get("skip_tensor_list", ()))
     if action == "snapshot":
         state.snapshot = found
@@ -304,5 +304,5 @@ async def get_weights_by_name(request: Request, state: SglangState) -> Message:
     """The first rows of a tensor that is served, as nested lists."""
     got = await fields(request, GET_FIELDS)
     rows = got.get("truncate_size", 100)
-    found = await service_of(request).engine.run_aside("reads", "weight_values", {"name": got["name"], "rows": rows}, 60.0)
+    found = await service_of(request).engine.run_aside("digests", "weight_values", {"name": got["name"], "rows": rows}, 60.0)
     return f"{got['name']} {found['shape']}", {"parameter": found["values"]}

@@ -29,7 +29,6 @@ PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")
 COUNTS = ("aborted", "recomputed", "kept", "drained")
 """what became of requests"""
 DRAIN_S = 3600.0
-MOVE_S = 120.0
 
 _MODE = Field("mode", choice(*MODES), "abort: requests end with what they have; wait: they finish first; keep: they freeze", "abort")
 PAUSE_QUERY = (
@@ -146,13 +145,16 @@ async def sleep(request: Request) -> Response:
     got = read_query(request, SLEEP_QUERY)
     await fields(request)
     service, level = service_of(request), got.get("level", 1)
-    await control.pause(service, DRAIN_S, mode=MODES[got.get("mode", "abort")], owner=SLEEP_OWNER)
-    if level == 0:
-        return reply(request, {"status": "sleeping", "level": 0, "freed_bytes": {}})
+    report: dict[str, Any] = {"freed_bytes": {}}
+    lasts = False
     try:
-        report = await service.engine.command("sleep", MOVE_S, tags=got.get("tags"), weights="discard" if level == 2 else "offload")
+        await control.pause(service, DRAIN_S, mode=MODES[got.get("mode", "abort")], owner=SLEEP_OWNER)
+        if level:
+            report = await service.engine.command("sleep", tags=got.get("tags"), weights="discard" if level == 2 else "offload")
+        lasts = not level
     finally:
-        await service.engine.command("resume", owner=SLEEP_OWNER)
+        if not lasts:  # a sleep has a lease of its own; one that failed leaves none
+            await service.engine.command("resume", owner=SLEEP_OWNER)
     return reply(request, {"status": "sleeping", "level": level, "freed_bytes": report["freed_bytes"]})
 
 
@@ -164,7 +166,7 @@ async def wake_up(request: Request) -> Response:
     engine = service_of(request).engine
     memory = None if tags is None else [tag for tag in tags if tag != "scheduling"]
     if memory is None or memory:
-        await engine.command("wake", MOVE_S, tags=memory)
+        await engine.command("wake", tags=memory)
     left = asleep(await engine.command("state"))
     if not left:
         await engine.command("resume", owner=SLEEP_OWNER)
@@ -182,7 +184,7 @@ async def sleeping(request: Request) -> Response:
 async def release_kv_cache_memory(request: Request) -> Response:
     """Give the KV pool to the system; /wake_up?tags=kv_cache has it back. Requests wait, and are computed anew."""
     await fields(request)
-    report = await service_of(request).engine.command("sleep", MOVE_S, tags=["kv_cache"])
+    report = await service_of(request).engine.command("sleep", tags=["kv_cache"])
     return reply(request, {"status": "kv_cache_released", "freed_bytes": report["freed_bytes"]})
 
 
@@ -206,7 +208,7 @@ async def get_world_size(request: Request) -> Response:
 
 
 def world_size(service: RolloutService) -> int:
-    return int(getattr(service.engine.config, "tp", 1))
+    return service.engine.config.tp
 
 
 def server_info(request: Request) -> dict[str, Any]:
@@ -245,8 +247,8 @@ async def load(request: Request) -> Response:
 
 @router.get("/ping", openapi_extra=route("vLLM", "open", gives="Ready", also={503: "Ready"}, error="VllmError"))
 async def ping(request: Request) -> Response:
-    """As /health."""
-    return reply(request, *control.ready(service_of(request)))
+    """As /health: 200 also while the engine is paused or asleep."""
+    return reply(request, *control.health(service_of(request)))
 
 
 _FREED = Item("freed_bytes", OBJECT, "by tag")

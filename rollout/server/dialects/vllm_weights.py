@@ -246,7 +246,7 @@ async def finish_weight_update(request: Request) -> Response:
         raise IllegalState(f"no update is open ({state.ended})")
     if state.update_id is not None:
         async with _or_drop(request):
-            done = await engine.command("commit_update", update_id=state.update_id)
+            done = await engine.command("commit_update", control.COMMIT_S, update_id=state.update_id)
         state.update_id, state.finished, state.ended = None, done["version"], "the last one is finished: start another"
     assert state.finished is not None
     if label is not None:
