@@ -18,7 +18,9 @@ import httpx
 import pytest
 import torch
 from rollsync import Engine, RolloutRequest, SamplingParams
+from rollsync.rollout.errors import BadRequest
 from rollsync.rollout.selftest.model import write_model
+from rollsync.rollout.server.dialects.tensor_pickle import Budget, read_parcel
 from safetensors.torch import load_file, save_file
 
 OPTIONS = {"block_tokens": 16, "num_blocks": 512, "max_model_len": 1500, "threads": 1}
@@ -297,6 +299,31 @@ def test_pickles_that_are_no_handles_of_tensors_do_nothing(http: httpx.Client, s
     assert not made.exists()
     off = httpx.post(f"{server.url}/update_weights_from_tensor", json={"serialized_named_tensors": ["gARdlC4="]})
     assert off.status_code == 400 and "--allow-tensor-pickle" in off.json()["message"]
+
+
+def test_a_pickle_cannot_have_a_small_one_read_again_and_again() -> None:
+    """Handles of a rank lie in pickles of their own, which one outside may name thousands of times."""
+    empty = (torch.multiprocessing.reductions.rebuild_storage_empty, (torch.UntypedStorage,))
+
+    class Reduced:
+        def __init__(self, *reduced: Any) -> None:
+            self.reduced = reduced
+
+        def __reduce__(self) -> Any:
+            return self.reduced
+
+    typed = Reduced(torch.multiprocessing.reductions.rebuild_typed_storage, (Reduced(*empty), torch.float32))
+    junk = (0, (0,), (1,), [None] * 20_000)
+    inner = pickle.dumps(Reduced(torch.multiprocessing.reductions.rebuild_tensor, (torch.Tensor, typed, junk)))
+
+    def outer(times: int) -> bytes:
+        named = b"\x8c\x17sglang.srt.utils.common\x8c\x15LocalSerializedTensor\x93)\x81}\x8c\x06values]"
+        local = named + b"B" + len(inner).to_bytes(4, "little") + inner + b"asb\x94"
+        return b"\x80\x04](\x8c\x01a" + local + b"\x86" + b"\x8c\x01bh\x00\x86" * times + b"e."
+
+    assert len(read_parcel(outer(3), None, 0, Budget(200_000)).tensors) == 4
+    with pytest.raises(BadRequest, match="at most .* opcodes"):
+        read_parcel(outer(1000), None, 0, Budget(200_000))
 
 
 def test_the_checker_names_tensors_that_did_not_arrive(http: httpx.Client, trainer: Trainer, weights: list[str]) -> None:

@@ -19,7 +19,7 @@ from ..openai_protocol import only
 from ..replies import take
 from .sglang_control import Message, controlled, fields, service_of
 from .sglang_state import GROUP_S, OWNER, SglangState, kv_policy
-from .tensor_pickle import Parcel, read_parcel
+from .tensor_pickle import Budget, Parcel, read_parcel
 
 GROUP = "weight_update_group"
 """SGLang's default name"""
@@ -203,14 +203,14 @@ def _announced(got: dict[str, Any], group: str) -> tuple[list[dict[str, Any]], l
 
 
 def _parcels(serialized: list[str], load_format: str | None) -> list[Parcel]:
-    found = []
+    found, budget = [], Budget()
     for rank, text in enumerate(serialized):
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             field = f"serialized_named_tensors[{rank}]"
             raise BadRequest(f"{field} must be base64, got {show(text)}", field=field) from None
-        found.append(read_parcel(data, load_format, rank))
+        found.append(read_parcel(data, load_format, rank, budget))
     for rank, parcel in enumerate(found):
         if (parcel.tensors, parcel.layout) != (found[0].tensors, found[0].layout):
             raise BadRequest(f"serialized_named_tensors[{rank}] holds other tensors than [0]", field=f"serialized_named_tensors[{rank}]")

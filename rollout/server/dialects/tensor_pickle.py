@@ -17,6 +17,8 @@ from ...errors import BadRequest, show
 
 MAX_PICKLE_BYTES = 16 << 20
 """handles of some 40,000 tensors"""
+MAX_OPCODES = 1 << 22
+"""of all pickles of one call: a small one may be read again and again, from inside another"""
 MAX_BYTES = 1 << 48
 MAX_DIMS = 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -69,10 +71,23 @@ def _named(module: Any, name: Any) -> Named:
     return Named(path)
 
 
+class Budget:
+    """What is left to be carried out for one call."""
+
+    def __init__(self, opcodes: int = MAX_OPCODES) -> None:
+        self._left = opcodes
+
+    def take(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise _refuse(f"the pickles of one call must hold at most {MAX_OPCODES} opcodes: send fewer tensors at a time")
+
+
 class Machine:
     """Carries out the opcodes of one pickle."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -83,6 +98,7 @@ class Machine:
             raise _refuse(f"a pickle must be at most {MAX_PICKLE_BYTES} bytes, got {len(data)}")
         try:
             for opcode, arg, _ in pickletools.genops(data):
+                self._budget.take()
                 if opcode.name == "STOP":
                     (value,) = self._stack
                     return value
@@ -179,13 +195,14 @@ class Parcel:
     handles: list[dict[str, Any]]
 
 
-def read_parcel(data: bytes, load_format: str | None, rank: int) -> Parcel:
+def read_parcel(data: bytes, load_format: str | None, rank: int, budget: Budget) -> Parcel:
     """The tensors of one rank's pickle.
 
     Args:
+        budget: shared by the pickles of one call.
         load_format: None: pairs of name and tensor; flattened_bucket: one tensor of bytes and what lies where in it.
     """
-    value = Machine().run(data)
+    value = Machine(budget).run(data)
     if load_format == "flattened_bucket":
         return _bucket(value)
     if not isinstance(value, list):
@@ -194,20 +211,20 @@ def read_parcel(data: bytes, load_format: str | None, rank: int) -> Parcel:
     for pair in value:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise _refuse("the pickle's list must hold pairs of a name and a tensor")
-        handle = read_handle(_of_rank(pair[1], rank), pair[0])
+        handle = read_handle(_of_rank(pair[1], rank, budget), pair[0])
         tensors.append({"name": pair[0], "dtype": handle["dtype"], "shape": handle["shape"]})
         handles.append(handle)
     return Parcel(tensors, {"kind": "tensors"}, handles)
 
 
-def _of_rank(value: Any, rank: int) -> Any:
+def _of_rank(value: Any, rank: int, budget: Budget) -> Any:
     """A tensor, or the part of it that was serialised for a rank."""
     if not isinstance(value, Called) or value.path not in _LOCAL:
         return value
     values = value.state.get("values") if isinstance(value.state, dict) else None
     if not isinstance(values, list) or not all(isinstance(v, bytes) for v in values) or rank >= len(values):
         raise _refuse(f"a tensor must be serialised for rank {rank} too")
-    return Machine().run(values[rank])
+    return Machine(budget).run(values[rank])
 
 
 def _bucket(value: Any) -> Parcel:
