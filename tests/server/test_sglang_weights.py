@@ -322,7 +322,7 @@ def test_a_pickle_cannot_have_a_small_one_read_again_and_again() -> None:
         return b"\x80\x04](\x8c\x01a" + local + b"\x86" + b"\x8c\x01bh\x00\x86" * times + b"e."
 
     assert len(read_parcel(outer(3), None, 0, Budget(200_000)).tensors) == 4
-    with pytest.raises(BadRequest, match="at most .* opcodes"):
+    with pytest.raises(BadRequest, match=r"at most .* opcodes"):
         read_parcel(outer(1000), None, 0, Budget(200_000))
 
 
