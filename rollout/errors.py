@@ -163,7 +163,7 @@ class Unauthorized(RollsyncError):
 
 
 class Forbidden(RollsyncError):
-    """Host or Origin is not this machine: the call may come from a web page."""
+    """The call may come from a web page (its Host or Origin is not this machine), or control is not open to it here."""
 
     status = 403
     code = "forbidden"

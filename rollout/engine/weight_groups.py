@@ -74,6 +74,8 @@ class GroupCalls:
                 nothing until its first operation.
         """
         groups = self._groups()
+        if backend not in (None, groups.backend):
+            raise BadRequest(f"backend must be {groups.backend}, which fits this engine's device, got {backend}", field="backend")
         if host is None or port is None:
             bound = groups.status().get(name)
             if bound is None:

@@ -264,6 +264,12 @@ def test_a_trainer_that_dies_in_a_bucket_drops_the_update(http: httpx.Client, we
     assert sample(http) == before
 
 
+def test_a_backend_that_does_not_fit_the_device_is_refused_at_once(http: httpx.Client) -> None:
+    asked = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "nccl"}
+    refused = http.post("/init_weights_update_group", json=asked, timeout=10)
+    assert refused.status_code == 400 and refused.json()["error"]["field"] == "backend"
+
+
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path

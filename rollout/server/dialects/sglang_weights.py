@@ -14,6 +14,7 @@ from fastapi import Request
 
 from ...errors import BadRequest, IllegalState, NotSupported, RollsyncError, show
 from ...wire import is_array
+from ..audit import note
 from ..checks import Check, Field, boolean, check, choice, fail, integer, read, string
 from ..openai_protocol import only
 from ..replies import take
@@ -71,7 +72,7 @@ INIT_FIELDS = (
     Field("rank_offset", integer(1, 1 << 16), "rank of the engine's first rank", required=True),
     Field("world_size", integer(2, 1 << 16), "ranks in all", required=True),
     _name,
-    Field("backend", choice("nccl", "gloo"), "must be what fits the engine's device", "nccl"),
+    Field("backend", choice("nccl", "gloo"), "must be what fits the engine's device; left out: that"),
     Field("pp_rank", only(0, why="there is one pipeline stage"), "only 0"),
 )
 DESTROY_FIELDS = (_name,)
@@ -131,7 +132,7 @@ async def init_weights_update_group(request: Request, state: SglangState) -> Mes
         "port": got["master_port"],
         "rank": got["rank_offset"],
         "world_size": got["world_size"],
-        "backend": got.get("backend", "nccl"),
+        "backend": got.get("backend"),
         "layout": "torch",
         "timeout_s": GROUP_S,
     }
@@ -176,11 +177,12 @@ async def end_weight_update(request: Request, state: SglangState) -> Message:
 async def update_weights_from_distributed(request: Request, state: SglangState) -> Message:
     """Receive tensors that rank 0 of a group broadcasts. If one does not fit or does not come, the whole update is dropped, the old
     weights serve on, and the group is closed: what its sender had begun to broadcast must not be taken for what comes next."""
-    body = await take(request, lambda body: body)
+    (body,) = await take(request, lambda body: (body,))  # not read yet: whatever is wrong with it, its group is closed
     name = body.get("group_name") if isinstance(body, dict) else None
     name = name if isinstance(name, str) and name else GROUP
     try:
         got = read(body, DISTRIBUTED_FIELDS, "")
+        note(request, got)
         tensors, places, layout = _announced(got, name)
         async with state.turn():
             return await state.bucket(tensors, layout, places, text=got.get("weight_version"), kv_policy=kv_policy(got), group=name)
