@@ -179,7 +179,7 @@ def test_a_fault_at_admission_is_the_callers_alone_and_leaves_nothing(monkeypatc
 def test_generate_gives_errors_for_the_prompt_that_could_not_be_added_and_samples_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make()
     real = Scheduler.add
-    monkeypatch.setattr(Scheduler, "add", lambda self, r: real(self, r) if r.prompt != (2,) else 1 // 0)
+    monkeypatch.setattr(Scheduler, "add", lambda self, r, **kw: real(self, r, **kw) if r.prompt != (2,) else 1 // 0)
     outs = engine.generate([[1], [2], [3]], SamplingParams(n=2, seed=4, max_tokens=3, ignore_eos=True))
     assert [[s.finish_reason for s in o.samples] for o in outs] == [["length"] * 2, ["error"] * 2, ["length"] * 2]
     assert [s.error for s in outs[1].samples] == ["ZeroDivisionError: integer division or modulo by zero"] * 2

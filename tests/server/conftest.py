@@ -10,11 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -53,6 +54,14 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     line: str
+    stderr: IO[str]
+
+    def ended(self) -> str:
+        """What it had written to stderr when it ended; asks it to."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(10)
+        self.stderr.seek(0)
+        return self.stderr.read()
 
     @property
     def engine_pid(self) -> int:
@@ -81,7 +90,12 @@ class Server:
 
 
 def spawn(
-    *flags: str, model: str = "fake", factory: str | None = FACTORY, first: str = "", new_session: bool = False
+    *flags: str,
+    model: str = "fake",
+    factory: str | None = FACTORY,
+    first: str = "",
+    new_session: bool = False,
+    stderr: Any = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """`rollsync serve`; `first` is Python that its front runs before."""
     main = "import sys; from rollsync.rollout.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -91,21 +105,24 @@ def spawn(
         command += ["--port", "0"]
     if factory:
         command += ["--engine-factory", factory]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
     return subprocess.Popen(command, env=child_env(), text=True, start_new_session=new_session, **pipes)
 
 
 @contextlib.contextmanager
 def serving(*flags: str, **spawning: Any) -> Iterator[Server]:
-    """A server that has said its one line."""
-    process = spawn(*flags, **spawning)
+    """A server that has said its one line. Its log goes to a file: nobody here would empty a pipe."""
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed below)
+    process = spawn(*flags, stderr=log, **spawning)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.search(r"listening on (http://\S+)", line)
         if found is None:
-            pytest.fail(f"no announcement: {line!r} {process.communicate(timeout=5)}")
-        yield Server(process, found.group(1), line)
+            process.wait(5)
+            log.seek(0)
+            pytest.fail(f"no announcement: {line!r} {log.read()}")
+        yield Server(process, found.group(1), line, log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -114,6 +131,7 @@ def serving(*flags: str, **spawning: Any) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
         process.communicate()
+        log.close()
 
 
 @pytest.fixture(name="until")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import threading
 from pathlib import Path
@@ -104,8 +103,7 @@ def test_a_control_listener_of_its_own_takes_control_away_from_the_traffic(servi
         assert httpx.post(f"{control}/v1/weights/updates/x%0Ay/commit", headers=token).status_code == 404
         assert httpx.get(f"{control}/v1/engine/status", headers=token).status_code == 200
         assert httpx.get(f"{server.url}/v1/engine/status", headers=key).status_code == 200
-        server.process.send_signal(signal.SIGTERM)
-        stderr = server.process.communicate(timeout=10)[1]
+        stderr = server.ended()
     lines = lines_of(stderr)
     assert [line["status"] for line in lines] == [403, 403, 403, 401, 200, 404]
     assert lines[4]["owner"] == owner and lines[4]["by"] == "token" and lines[4]["route"] == "/v1/engine/pause"
@@ -124,8 +122,7 @@ def test_a_network_without_token_is_said_loudly(serving: Any) -> None:
         url = f"http://127.0.0.1:{server.url.rsplit(':', 1)[1]}"
         assert httpx.post(f"{url}/v1/engine/pause", json={"owner": "o"}).json()["changed"]
         assert httpx.post(f"{url}/v1/engine/pause", headers={"Origin": url}).status_code == 403
-        server.process.send_signal(signal.SIGTERM)
-        stderr = server.process.communicate(timeout=10)[1]
+        stderr = server.ended()
     assert stderr.count("WARNING: control routes are open WITHOUT A TOKEN to 127.0.0.0/8") == 1 and "fd00::/8" in stderr
     assert [line["by"] for line in lines_of(stderr)] == ["network", "refused"]
 
