@@ -234,6 +234,7 @@ def test_a_server_that_is_killed_and_restarted_gets_no_traffic_until_it_holds_th
     fleet.close()
 
 
+@pytest.mark.slow
 def test_a_frozen_server_costs_its_timeout_once(pair: list[Any], serving: Any, model: Path, source: Source, until: Any) -> None:
     with serving(*FLAGS, model=str(model), factory=None) as frozen:
         sender = WeightSender([pair[0].url, frozen.url], source, timeout_s=3.0)

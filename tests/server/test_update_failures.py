@@ -24,7 +24,8 @@ PROMPT = list(range(3, 23))
 TRANSPORTS = ("http", "ipc", "collective", "disk")
 SLOW = pytest.mark.slow
 SOME = [pytest.param(t, marks=[] if t in ("ipc", "collective") else SLOW) for t in TRANSPORTS]
-WAYS = [pytest.param(t, a, marks=[] if a == "staged" or t == "ipc" else SLOW) for a in ("staged", "in_place") for t in TRANSPORTS]
+QUICK = (("ipc", "staged"), ("collective", "staged"), ("ipc", "in_place"))
+WAYS = [pytest.param(t, a, marks=[] if (t, a) in QUICK else SLOW) for a in ("staged", "in_place") for t in TRANSPORTS]
 BEFORE_A_BYTE = ("unknown name", "missing name", "wrong shape", "wrong dtype")
 """faults that a manifest already shows"""
 REFUSED = {
