@@ -100,6 +100,9 @@ class FakeControl:
     def digests(self) -> dict[str, str]:
         return {}
 
+    def shards(self) -> Any:
+        return [{}]
+
     def weight_values(self, name: str, rows: int) -> Any:
         raise BadRequest("a fake engine has no weights", field="name")
 
