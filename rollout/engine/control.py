@@ -192,15 +192,8 @@ class Control(Pauses):
         """
         state = self.lifecycle
         mode = "full" if mode is None and manifest is not None else mode
-        if mode is not None:
-            check_choice("mode", mode, MODES)
-        check_choice("kv_policy", kv_policy, KV_POLICIES)
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
-            raise BadRequest(f"version must be an int >= 0, got {version!r}", field="version")
-        apply = check_choice("apply", apply or self._engine.config.apply, APPLY)
-        if apply == "staged" and self._engine.config.apply != "staged":
-            raise BadRequest("apply must be in_place: this engine was started with apply = in_place, without a second copy", "apply")
-        check_seconds("deadline_s", deadline_s)
+        apply = self._engine.config.apply if apply is None else apply
+        self._check_options(mode, apply, kv_policy, version, deadline_s)
         version = state.version + 1 if version is None else version
         self._check_base(version, base_version, mode, force)
         try:
@@ -239,6 +232,18 @@ class Control(Pauses):
         if apply == "in_place":
             state.hold(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep")
         return update
+
+    def _check_options(self, mode: str | None, apply: str, kv_policy: str, version: int | None, deadline_s: float) -> None:
+        """BadRequest for a value that no update can be opened with on this engine."""
+        if mode is not None:
+            check_choice("mode", mode, MODES)
+        check_choice("kv_policy", kv_policy, KV_POLICIES)
+        check_choice("apply", apply, APPLY)
+        if apply == "staged" and self._engine.config.apply != "staged":
+            raise BadRequest("apply must be in_place: this engine was started with apply = in_place, without a second copy", "apply")
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
+            raise BadRequest(f"version must be an int >= 0, got {version!r}", field="version")
+        check_seconds("deadline_s", deadline_s)
 
     def _abort_lost(self) -> None:
         """End an update whose sender is gone, so that the next one need not wait for its deadline."""
