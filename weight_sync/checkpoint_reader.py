@@ -176,28 +176,32 @@ class CheckpointFolder:
         return json.loads(os.pread(handle, size, 0))
 
     def _read_marker(self, problems: list[str]) -> dict[str, Any]:
-        try:
-            marker = self._read_json(MARKER)
+        def take(marker: Any) -> dict[str, Any]:
             files, digests = marker["files"], marker.get("digests", {})
-            if files and all(type(size) is int for size in files.values()) and all(int(v, 16) < 1 << 64 for v in digests.values()):
-                return dict(marker)
-            problems.append(f"{MARKER} is damaged: files must be sizes by name, digests hexadecimal by tensor")
-        except FolderError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            problems.append(f"{MARKER} is damaged ({type(error).__name__}: {error})")
-        return {}
+            sizes = bool(files) and all(type(size) is int for size in files.values())
+            if not sizes or not all(int(v, 16) < 1 << 64 for v in digests.values()):
+                raise ValueError("files must be sizes by name, digests hexadecimal by tensor")
+            return dict(marker)
+
+        return self._read_taken(MARKER, take, problems)
 
     def _read_index(self, problems: list[str]) -> dict[str, str]:
+        def take(index: Any) -> dict[str, str]:
+            weight_map = index["weight_map"]
+            if not weight_map or not all(map(_is_plain, weight_map.values())):
+                raise ValueError("it may name only files beside it")
+            return dict(weight_map)
+
+        return self._read_taken(INDEX, take, problems)
+
+    def _read_taken(self, name: str, take: Callable[[Any], dict[str, Any]], problems: list[str]) -> dict[str, Any]:
+        """What `take` makes of a JSON file; empty, and a problem more, if it can make nothing of it."""
         try:
-            weight_map = self._read_json(INDEX)["weight_map"]
-            if weight_map and all(map(_is_plain, weight_map.values())):
-                return dict(weight_map)
-            problems.append(f"{INDEX} may name only files beside it")
+            return take(self._read_json(name))
         except FolderError:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            problems.append(f"{INDEX} is damaged ({type(error).__name__}: {error})")
+            problems.append(f"{name} is damaged ({type(error).__name__}: {error})")
         return {}
 
     def _read_file(self, name: str, marked_bytes: int | None, problems: list[str]) -> list[Place]:

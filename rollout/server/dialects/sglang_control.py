@@ -237,15 +237,23 @@ def _current(state: SglangState) -> str:
     return state.version_text(state.state()["weights"]["version"])
 
 
+def _names(request: Request) -> dict[str, Any]:
+    """What both kinds of information say of the model."""
+    service = service_of(request)
+    return {
+        "model_path": service.model,
+        "tokenizer_path": service.engine.config.tokenizer or service.model,
+        "served_model_name": served_names(service, request.app.state.served_model_name)[0],
+    }
+
+
 @_asks("/model_info", "/get_model_info")
 async def model_info(request: Request) -> Response:
     """What is served, as SGLang tells it."""
     service = service_of(request)
     info = service.engine.snapshot.info
     found = {
-        "model_path": service.model,
-        "tokenizer_path": service.engine.config.tokenizer or service.model,
-        "served_model_name": served_names(service, request.app.state.served_model_name)[0],
+        **_names(request),
         "is_generation": True,
         "preferred_sampling_params": None,
         "weight_version": _current(state_of(request)),
@@ -269,9 +277,7 @@ async def server_info(request: Request) -> Response:
     info, stats = service.engine.snapshot.info, service.engine.snapshot.stats
     tp = service.engine.config.tp
     found = {
-        "model_path": service.model,
-        "tokenizer_path": service.engine.config.tokenizer or service.model,
-        "served_model_name": served_names(service, request.app.state.served_model_name)[0],
+        **_names(request),
         "tp_size": tp,
         **dict.fromkeys(("pp_size", "dp_size", "ep_size"), 1),
         "num_gpus": tp,
