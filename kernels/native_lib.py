@@ -184,7 +184,7 @@ class NativeLibrary:
         return out[0], out[1]
 
     def copy(self, target: Tensor, values: Tensor, first: int, width: int) -> tuple[int, int]:
-        """Copy `values` to `target`, and `digest` what is written, in one pass over memory and past the caches.
+        """Copy `values` to `target`, and `digest` what is written, in one pass over memory. It stays in the caches for its reader.
 
         Args:
             target, values: [rows, cols], contiguous, of equal dtype; or float32 into bfloat16, rounded to nearest.

@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int DIGEST_BLOCK = 128;
+constexpr int AHEAD = 4096;  // bytes: what is read next is fetched meanwhile, across pages, where the processor's own prefetch stops
 
 struct DigestKeys {
   int32_t key[DIGEST_BLOCK];
@@ -43,6 +44,7 @@ inline int64_t digest_words(const char* words, const int32_t* keys, int n, U exp
 #if defined(__AVX512BW__)
   __m512i mask = sizeof(U) == 2 ? _mm512_set1_epi16((short)exponent) : _mm512_set1_epi32((int)exponent), even = _mm512_setzero_si512(), odd = even;
   for (; i + 16 <= n; i += 16) {
+    _mm_prefetch(words + i * 4 + AHEAD, _MM_HINT_T0);
     __m512i x = _mm512_loadu_si512(words + i * 4), k = _mm512_loadu_si512(keys + i), e = _mm512_and_si512(x, mask);
     uint64_t broken = sizeof(U) == 2 ? (uint64_t)_mm512_cmpeq_epi16_mask(e, mask) : (uint64_t)_mm512_cmpeq_epi32_mask(e, mask);
     bad += (uint64_t)__builtin_popcountll(broken);
@@ -53,6 +55,7 @@ inline int64_t digest_words(const char* words, const int32_t* keys, int n, U exp
 #else
   __m256i mask = sizeof(U) == 2 ? _mm256_set1_epi16((short)exponent) : _mm256_set1_epi32((int)exponent), even = _mm256_setzero_si256(), odd = even;
   for (; i + 8 <= n; i += 8) {
+    if (i % 16 == 0) _mm_prefetch(words + i * 4 + AHEAD, _MM_HINT_T0);
     __m256i x = _mm256_loadu_si256((const __m256i*)(words + i * 4)), k = _mm256_loadu_si256((const __m256i*)(keys + i)), e = _mm256_and_si256(x, mask);
     unsigned broken = (unsigned)_mm256_movemask_epi8(sizeof(U) == 2 ? _mm256_cmpeq_epi16(e, mask) : _mm256_cmpeq_epi32(e, mask));
     bad += (uint64_t)__builtin_popcount(broken) / sizeof(U);

@@ -103,6 +103,8 @@ inline void transpose16(const char* src, int64_t src_bytes, char* dst, int64_t d
 }
 #endif
 
+inline void copy_cached(char* dst, const char* src, int64_t bytes) { memcpy(dst, src, (size_t)bytes); }
+
 // memcpy past the caches
 inline void copy_streamed(char* dst, const char* src, int64_t bytes) {
   int64_t i = std::min(bytes, (int64_t)(-(uintptr_t)dst % 64));

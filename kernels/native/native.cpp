@@ -256,7 +256,8 @@ void rs_digest(int dtype, const void* src, int64_t ld, int64_t rows, int64_t col
 }
 
 // rs_digest, and the piece written to [row0 + rows, col0 + cols] of a weight [n, k], in one pass over `src`, whose rows follow each
-// other. layout: 0 packed, 1 packed and interleaved, 2 plain rows, 3 likewise, with the digest of what is written instead of what came.
+// other. layout: 0 packed, 1 packed and interleaved, 2 plain rows, 3 likewise, with the digest of what is written instead of what came, and
+// left in the caches for whoever reads it next.
 // dtypes as in rs_digest: equal, or float32 into bfloat16 (rounded to nearest even). Plain rows may be float16.
 void rs_take(int src_dtype, int dtype, int layout, void* dst, const void* src, int n, int k, int row0, int rows, int col0, int cols, uint64_t first,
              uint64_t width, uint64_t* out) {
@@ -275,7 +276,7 @@ void rs_take(int src_dtype, int dtype, int layout, void* dst, const void* src, i
     if (layout == 3) digest(dtype);
     if (layout >= 2)
       for (int i = 0; i < count; i++)
-        copy_streamed((char*)dst + ((int64_t)(row0 + r + i) * k + col0) * dst_item, strip + i * cols * dst_item, cols * dst_item);
+        (layout == 3 ? copy_cached : copy_streamed)((char*)dst + ((int64_t)(row0 + r + i) * k + col0) * dst_item, strip + i * cols * dst_item, cols * dst_item);
     else
       rs_pack(dtype, dst, strip, cols, n, k, layout == 1, row0 + r, count, col0, cols);
   }

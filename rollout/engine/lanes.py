@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import os
 import queue
 import sys
 import threading
@@ -16,7 +19,17 @@ Work = Callable[[], Any]
 Reply = Callable[[Any], None]
 
 IDLE_S = 5.0
-"""a lane's thread ends after so long without work"""
+"""a thread ends after so long without work"""
+
+
+NICE = 5
+"""of a lane's thread: where the CPUs are busy with steps, it gets a quarter of what they do"""
+
+
+def _give_way() -> None:
+    """Let steps have the CPUs before this thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def outcome(work: Work) -> Any:
@@ -35,11 +48,18 @@ def outcome(work: Work) -> Any:
 
 
 class Lanes:
-    """Threads by name: work of one lane keeps its order, and one that is stuck (a sender that froze) holds up no other."""
+    """Queues by name: work of one lane keeps its order, and one that is stuck (a sender that froze) holds up no other.
+
+    A lane has a thread while it has work; then the thread goes on to another lane, or ends after a while.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[str, queue.SimpleQueue[tuple[Work, Reply] | None]] = {}
+        self._queues: dict[str, collections.deque[tuple[Work, Reply]]] = {}
+        """of the lanes that have a thread"""
+        self._idle = 0
+        self._begun: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """lanes for threads that are idle"""
         self._closed = False
 
     def submit(self, name: str, work: Work, reply: Reply) -> None:
@@ -47,36 +67,58 @@ class Lanes:
         with self._lock:
             closed = self._closed
             if not closed:
-                if name not in self._queues:
-                    self._queues[name] = queue.SimpleQueue()
-                    threading.Thread(target=self._run, args=(name,), name=f"rollsync-lane-{name[:12]}", daemon=True).start()
-                self._queues[name].put((work, reply))
+                self._add(name, (work, reply))
         if closed:
             reply(IllegalState("the engine is closing"))
+
+    def _add(self, name: str, item: tuple[Work, Reply]) -> None:
+        if name in self._queues:
+            self._queues[name].append(item)
+            return
+        self._queues[name] = collections.deque([item])
+        if self._idle:
+            self._idle -= 1
+            self._begun.put(name)
+        else:
+            threading.Thread(target=self._run, args=(name,), name="rollsync-lane", daemon=True).start()
 
     def close(self) -> None:
         """Let the threads end after what they are at."""
         with self._lock:
             self._closed = True
-            for waiting in self._queues.values():
-                waiting.put(None)
+            for _ in range(self._idle):
+                self._begun.put(None)
+            self._idle = 0
 
     def _next(self, name: str) -> tuple[Work, Reply] | None:
-        waiting = self._queues[name]
+        """The lane's next work; without any, the lane has no thread any more."""
+        with self._lock:
+            if self._queues[name]:
+                return self._queues[name].popleft()
+            del self._queues[name]
+            self._idle += not self._closed
+            return None
+
+    def _other_lane(self) -> str | None:
+        """Where an idle thread is needed; None if it is to end."""
         try:
-            return waiting.get(timeout=IDLE_S)
+            return self._begun.get(timeout=0.0 if self._closed else IDLE_S)
         except queue.Empty:
             with self._lock:  # nobody submits while this looks
-                if waiting.empty():
-                    del self._queues[name]
+                try:
+                    return self._begun.get_nowait()
+                except queue.Empty:
+                    self._idle -= not self._closed
                     return None
-            return waiting.get()
 
-    def _run(self, name: str) -> None:
-        while (item := self._next(name)) is not None:
-            work, reply = item
-            value = outcome(work)
-            try:
-                reply(value)
-            except Exception:  # the caller is gone
-                traceback.print_exc(file=sys.stderr)
+    def _run(self, name: str | None) -> None:
+        _give_way()
+        while name is not None:
+            while (item := self._next(name)) is not None:
+                work, reply = item
+                value = outcome(work)
+                try:
+                    reply(value)
+                except Exception:  # the caller is gone
+                    traceback.print_exc(file=sys.stderr)
+            name = self._other_lane()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
+from ...weight_sync.manifest import Manifest
 from ..errors import BadRequest, IllegalState, RollsyncError, describe
 from ..fields import did_you_mean
 from .columns import VALUE_COLUMNS, empty_output
@@ -262,8 +263,10 @@ class EngineLoop:
             reply(IllegalState("the engine is not serving yet"))
         elif verb == "open_folder":
             self._lanes.submit(lane, lambda: self._open_folder(control, **args), reply)
+        elif verb == "open_manifest":
+            self._lanes.submit(lane, lambda: self._open_manifest(**args), reply)
         elif verb not in ASIDE:
-            reply(BadRequest(f"command must be one of open_folder, {', '.join(ASIDE)}, got {verb!r}", field="verb"))
+            reply(BadRequest(f"command must be one of open_folder, open_manifest, {', '.join(ASIDE)}, got {verb!r}", field="verb"))
         else:
             self._lanes.submit(lane, lambda: attrgetter(ASIDE[verb])(control)(**args), reply)
 
@@ -282,6 +285,10 @@ class EngineLoop:
             return update.commit()
         self._lanes.submit(status["id"], update.read, lambda value: None)  # what went wrong is the update's reason
         return status
+
+    def _open_manifest(self, manifest: Any, **args: Any) -> Any:
+        """On a lane: read the manifest there, as it may name many tensors, and open an update with it."""
+        return self._run_verb("open_update", manifest=Manifest.from_wire(manifest), **args)
 
     def _run_verb(self, verb: str, **args: Any) -> Any:
         """A command's value; for threads beside the engine's."""

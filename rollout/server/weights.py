@@ -34,6 +34,8 @@ from .weight_schemas import (
 
 router = APIRouter()
 CHUNK_TYPE = "application/octet-stream"
+OPEN_S = 120.0
+"""how long an open waits for a step to end"""
 
 
 def _service(request: Request) -> RolloutService:
@@ -68,7 +70,7 @@ async def open_update(request: Request) -> Response:
     elif "manifest" not in got:
         raise BadRequest("manifest is missing: name the tensors", field="manifest")
     else:
-        opening = service.engine.command("open_update", **got)
+        opening = service.engine.aside("open", "open_manifest", OPEN_S, **got)
     opened = await hold.opened(request, service, opening)
     note(request, {"update": opened["id"], "version": opened["version"]})
     return hold.hold(request, service, opened) if held else reply(request, opened)
