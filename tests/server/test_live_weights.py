@@ -131,7 +131,7 @@ def test_running_requests_live_through_an_update_as_the_policy_says(server: Any,
     with RolloutClient(server.url) as client:
         results: list[Any] = []
         prompts = [PROMPT[i:] + PROMPT[:i] for i in range(8)]
-        call = lambda: results.append(client.rollouts(prompts, sampling_params={"seed": 5, "max_tokens": 1500, "ignore_eos": True}))  # noqa: E731
+        call = lambda: results.append(client.rollouts(prompts, sampling_params={"seed": 5, "max_tokens": 700, "ignore_eos": True}))  # noqa: E731
         thread = threading.Thread(target=call)
         thread.start()
         until(lambda: server.running() == len(prompts), 30)
