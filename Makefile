@@ -50,8 +50,9 @@ bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput, start-up, wei
 	  $(PY) benchmarks/startup.py --model $$folder --peers none --out build/startup.json; \
 	  $(PY) benchmarks/weight_sync.py --model $$folder --out build/weight_sync.json
 
-docs: $(VENV)/.native $(VENV)/.dev  ## rewrite docs/api.md from what the server checks
+docs: $(VENV)/.native $(VENV)/.dev  ## rewrite docs/api.md and docs/python.md from the code
 	@$(PY) docs/api.py --write
+	@$(PY) docs/python.py --write
 
 readme: $(VENV)/.dev  ## rewrite the README's tables from the committed results
 	@$(PY) docs/tables.py --write

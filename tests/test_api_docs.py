@@ -19,16 +19,17 @@ from rollsync.rollout.server.protocol import parse_rollouts
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rollsync_docs_api", ROOT / "docs" / "api.py")
+def generator(page: str = "api") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"rollsync_docs_{page}", ROOT / "docs" / f"{page}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_page_is_that_of_the_tables() -> None:
-    assert (ROOT / "docs" / "api.md").read_text() == generator().render(), "run `make docs` (or python docs/api.py --write)"
+@pytest.mark.parametrize("page", ["api", "python"])
+def test_the_page_is_that_of_the_code(page: str) -> None:
+    assert (ROOT / "docs" / f"{page}.md").read_text() == generator(page).render(), f"run `make docs` (or python docs/{page}.py --write)"
 
 
 def test_its_links_lead_somewhere_and_its_example_is_a_valid_call() -> None:
