@@ -122,6 +122,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # of one that was reset too: its timer would keep it, and its last request, in memory
         self._listener.lost(self)
 
     def handle_events(self) -> None:

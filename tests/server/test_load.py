@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import pytest
 import uvicorn
 from rollsync import AsyncRolloutClient
 from rollsync.rollout.errors import Overloaded
-from rollsync.rollout.server.connections import KEEP_ALIVE_S, STALLED_READER_S, Connection
+from rollsync.rollout.server.connections import KEEP_ALIVE_S, STALLED_READER_S, Connection, Server, bind
 from rollsync.rollout.wire import MSGPACK, pack_array
 
 Until = Callable[..., None]
@@ -264,3 +266,36 @@ def test_slow_readers_hold_up_nobody_and_are_let_go_of(quick: Any, until: Until)
     asyncio.run(asyncio.wait_for(run(), 60))
     until(lambda: quick.holds() == idle, 20)
     assert quick.memory()["front"] < memory + 60
+
+
+def test_a_connection_that_is_reset_leaves_nothing_in_memory() -> None:
+    """A trainer lets go of each update it held by closing the connection, whatever is still to be read from it."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def call_and_reset(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def left() -> int:
+        gc.collect()
+        return sum(isinstance(o, Connection) for o in gc.get_objects())
+
+    async def run() -> None:
+        sock = bind("127.0.0.1", 0)
+        server = Server(app, sock, 100)
+        serving = asyncio.create_task(server.serve())
+        for _ in range(5):
+            await asyncio.to_thread(call_and_reset, sock.getsockname()[1])
+        end = time.monotonic() + 5
+        while left() and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        assert left() == 0
+        server.should_exit = True
+        await serving
+
+    asyncio.run(run())
