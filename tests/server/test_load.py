@@ -283,7 +283,7 @@ def test_a_connection_that_is_reset_leaves_nothing_in_memory() -> None:
 
     def left() -> int:
         gc.collect()
-        return sum(isinstance(o, Connection) for o in gc.get_objects())
+        return sum(type(o) is Connection for o in gc.get_objects())
 
     async def run() -> None:
         sock = bind("127.0.0.1", 0)
