@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .memory import Region
+from .priority import give_way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +71,7 @@ class NativeKv:
         self._start_populating()
 
     def _populate(self) -> None:
-        if hasattr(os, "setpriority") and sys.platform == "linux":  # there a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        give_way(19)
         for offset in range(0, self.layout.nbytes, self._CHUNK):
             if self._closing.is_set() or not self._region.populate(offset, min(self._CHUNK, self.layout.nbytes - offset)):
                 return

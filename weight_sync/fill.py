@@ -55,7 +55,7 @@ def _blocks(box: Box, shape: Sequence[int], item: int) -> list[tuple[int, int]]:
 
 
 def _copy(target: Tensor, values: Tensor) -> None:
-    if values.device.type != "cpu" or not values.is_contiguous():
+    if values.device.type != "cpu" or target.device.type != "cpu" or not values.is_contiguous():
         target.copy_(values)
     elif values.dtype == target.dtype:
         to: Any = target.view(-1).view(torch.uint8).numpy()

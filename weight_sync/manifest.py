@@ -247,12 +247,16 @@ def plan(tensors: Sequence[TensorEntry], bucket_bytes: int = DEFAULT_BUCKET_BYTE
     """
     if problems := _repeated(tensors):
         raise ManifestError(problems)
-    senders = sorted({s.sender for t in tensors for s in t.slices})
-    buckets = [b for sender in senders for b in _fill(tensors, sender, bucket_bytes)]
+    held: dict[int, list[tuple[int, Box]]] = {}
+    for index, tensor in enumerate(tensors):
+        for s in tensor.slices:
+            held.setdefault(s.sender, []).append((index, s.box))
+    buckets = [b for sender in sorted(held) for b in _fill(tensors, sender, held[sender], bucket_bytes)]
     return Manifest(tuple(tensors), bucket_bytes, tuple(buckets))
 
 
-def _fill(tensors: Sequence[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
+def _fill(tensors: Sequence[TensorEntry], sender: int, held: Sequence[tuple[int, Box]], bucket_bytes: int) -> list[Bucket]:
+    """Buckets of one sender. `held`: (index of the tensor, box) of each of its slices."""
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     used = 0
@@ -263,20 +267,21 @@ def _fill(tensors: Sequence[TensorEntry], sender: int, bucket_bytes: int) -> lis
             buckets.append(Bucket(sender, len(buckets), used, tuple(pieces)))
         pieces, used = [], 0
 
-    for index, tensor in enumerate(tensors):
-        item = DTYPE_BYTES[tensor.dtype]
-        for box in (s.box for s in tensor.slices if s.sender == sender and s.box.elements):
-            rows, row_bytes = (box.length[0], box.elements // box.length[0] * item) if box.length else (1, item)
-            done = 0
-            while done < rows:
-                start = -(-used // ALIGN_BYTES) * ALIGN_BYTES
-                fit = (bucket_bytes - start) // row_bytes
-                if fit < 1 and pieces:
-                    close()
-                    continue
-                count = min(max(fit, 1), rows - done)
-                pieces.append(Piece(index, _rows_of(box, done, count), start))
-                used, done = start + count * row_bytes, done + count
+    for index, box in held:
+        if not box.elements:
+            continue
+        item = DTYPE_BYTES[tensors[index].dtype]
+        rows, row_bytes = (box.length[0], box.elements // box.length[0] * item) if box.length else (1, item)
+        done = 0
+        while done < rows:
+            start = -(-used // ALIGN_BYTES) * ALIGN_BYTES
+            fit = (bucket_bytes - start) // row_bytes
+            if fit < 1 and pieces:
+                close()
+                continue
+            count = min(max(fit, 1), rows - done)
+            pieces.append(Piece(index, _rows_of(box, done, count), start))
+            used, done = start + count * row_bytes, done + count
     close()
     return buckets
 

@@ -43,8 +43,12 @@ class DistRanks:
 
 
 def agree(ranks: Ranks, source: WeightSource) -> list[TensorEntry]:
-    """Every tensor, and which rank holds which slice of it. UpdateError if ranks name different ones, or a dtype that does not travel."""
-    per_rank: list[list[TensorMeta]] = ranks.gather(source.metadata())
+    """Every tensor, and which rank holds which slice of it.
+
+    Raises:
+        UpdateError: on all ranks: one failed, they name different tensors, or a dtype that does not travel.
+    """
+    per_rank: list[list[TensorMeta]] = together(ranks, "connect", source.metadata)
     first = per_rank[0]
     for rank, metas in enumerate(per_rank):
         if [(m.name, m.dtype, m.shape) for m in metas] != [(m.name, m.dtype, m.shape) for m in first]:

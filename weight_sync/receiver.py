@@ -62,6 +62,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._digests: list[list[int]] = [[] for _ in manifest.tensors]
         self._nonfinite = [0] * len(manifest.tensors)
+        self._num_done = 0
         self.received_bytes = 0
         self.touched = False
         """whether any byte has gone to the target"""
@@ -120,6 +121,7 @@ class Receiver:
                 self._digests[index].append(digest)
                 self._nonfinite[index] += nonfinite
             self._state[sender, sequence] = "done"
+            self._num_done += 1
             self.received_bytes += bucket.nbytes
         return True
 
@@ -136,6 +138,11 @@ class Receiver:
     def _known(self, sender: int) -> str:
         count = len(self.manifest.buckets_of(sender))
         return f"sender {sender} has {count} chunks" if count else f"senders are {', '.join(map(str, self.manifest.senders))}"
+
+    @property
+    def num_missing(self) -> int:
+        """Chunks that have not come."""
+        return len(self._buckets) - self._num_done
 
     def missing(self) -> list[tuple[int, int]]:
         """(sender, sequence) of the chunks that have not come."""

@@ -68,7 +68,7 @@ class Round:
     """
 
     def __init__(self, ranks: Ranks, replicas: Sequence[Replica], required: int) -> None:
-        self._ranks, self._required = ranks, required
+        self._ranks, self.required = ranks, required
         self._all = list(replicas)
         self.live = list(replicas)
         self.failed: dict[str, Failure] = {}
@@ -118,8 +118,8 @@ class Round:
             for address, words in failures.items():
                 self.failed.setdefault(address, Failure(phase, words + self._where(rank)))
         self.live = [replica for replica in self.live if replica.address not in self.failed]
-        if len(self.live) < self._required:
-            self._give_up(phase, f"given up, because only {len(self.live)} of {self._required} engines required could take it")
+        if len(self.live) < self.required:
+            self._give_up(phase, f"given up, because only {len(self.live)} of {self.required} engines required could take it")
             raise UpdateError(self.message())
         return [value for (value, _), _ in told]
 

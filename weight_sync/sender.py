@@ -6,6 +6,7 @@ report or raise the same error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .control import HttpControl, UpdateControl, UpdateError
+from .control import EngineLost, HttpControl, UpdateControl, UpdateError
 from .digest import combine
 from .fill import Fill, fill
-from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, plan
-from .ranks import Alone, Ranks, agree
+from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, ManifestError, plan
+from .ranks import Alone, Ranks, agree, together
 from .ranks import DistRanks as DistRanks
 from .receiver import TORCH_DTYPES
-from .replicas import Failure, Flights, Replica, Round
+from .replicas import LOOK_S, Failure, Flights, Replica, Round
 from .sources import WeightSource
 from .transports.base import HttpTransport, Transport
 from .transports.broadcast import Broadcast
@@ -148,7 +149,8 @@ class WeightSender:
 
         Raises:
             UpdateError: on every rank alike, if not all engines committed: each with its own words. `.report` is the SyncReport:
-                its `engines` committed, its `failed` did not and keep their old weights.
+                its `engines` committed, its `failed` did not: they keep their old weights (in_place: none, once a byte was written),
+                but of one that was lost while it committed, nobody can tell.
         """
         count = len(self._replicas) if required == "all" else required
         if not self._replicas or not 1 <= count <= len(self._replicas):
@@ -185,6 +187,7 @@ class WeightSender:
         now = Round(self._ranks, replicas, required)
         report = SyncReport(version=version or 0, nbytes=0, failed=now.failed)
         trouble: UpdateError | None = None
+        reason = "it was interrupted"
         try:
             try:
                 self._transact(now, version, options, again, report)
@@ -192,12 +195,13 @@ class WeightSender:
                 trouble = error
             if trouble is None and now.failed:
                 trouble = UpdateError(now.message())
-            self._abandon([r for r in replicas if r.address not in report.engines], now.ids, str(trouble))
-            if self._disk is not None and report.folder is not None and again is None and not report.engines and self._ranks.rank == 0:
-                self._disk.remove(report.folder)
+            reason = str(trouble)
         finally:
+            self._abandon([r for r in replicas if r.address not in report.engines], now.ids, reason)
             for replica in replicas:
                 replica.control.release(now.ids.get(replica.address, ""))
+        if self._disk is not None and report.folder is not None and again is None and not report.engines and self._ranks.rank == 0:
+            self._disk.remove(report.folder)
         if trouble is not None:
             trouble.report = report
             raise trouble
@@ -225,7 +229,8 @@ class WeightSender:
         if again is not None and digests != again.digests:
             raise UpdateError(f"the source has changed since version {version} was committed: sync a new version")
         marks.append(time.perf_counter())
-        report.engines = now.each("commit", lambda replica: replica.control.commit(now.ids[replica.address], digests), lead=True)
+        now.required = 1  # each commits or not by itself from here on
+        report.engines = now.each("commit", lambda replica: _commit(replica, now.ids[replica.address], digests), lead=True)
         marks.append(time.perf_counter())
         report.seconds = {name: marks[i + 1] - marks[i] for i, name in enumerate(("open", "send", "commit"))}
         report.seconds["total"] = marks[-1] - marks[0]
@@ -240,7 +245,10 @@ class WeightSender:
 
     def _agree(self) -> Manifest:
         """One manifest out of what every rank holds."""
-        return plan(agree(self._ranks, self._source), self._bucket_bytes)
+        try:
+            return plan(agree(self._ranks, self._source), self._bucket_bytes)
+        except ManifestError as error:
+            raise UpdateError(f"these weights cannot be sent: {error}") from None
 
     def _payload(self, manifest: Manifest | None, version: int, again: _Last | None) -> tuple[dict[str, Any], Path | None]:
         """What the open call says of the bytes: where they will come from; the folder that holds them, if one does."""
@@ -252,9 +260,14 @@ class WeightSender:
         return {"transport": self._disk.told(folder)}, folder
 
     def _offer(self, manifest: Manifest) -> dict[str, Any]:
-        if not isinstance(self._transport, Reshard):
-            self._transport.prepare(max((b.nbytes for b in manifest.buckets_of(self._ranks.rank)), default=1))
-        return {"name": self._transport.name, "offers": self._ranks.gather(self._transport.offer())}
+        """Have buffers on every rank; what the open call says of them."""
+
+        def own() -> dict[str, Any]:
+            if not isinstance(self._transport, Reshard):
+                self._transport.prepare(max((b.nbytes for b in manifest.buckets_of(self._ranks.rank)), default=1))
+            return self._transport.offer()
+
+        return {"name": self._transport.name, "offers": together(self._ranks, "open", own)}
 
     def _meet(self, replica: Replica, options: dict[str, Any]) -> dict[str, Any]:
         """What the engine holds, once it is sure that it can what this sender will ask."""
@@ -343,3 +356,23 @@ def _open(replica: Replica, body: dict[str, Any], ids: dict[str, str]) -> str:
     """Begin an update; its id is noted at once, whatever becomes of the others."""
     ids[replica.address] = str(replica.control.open(body)["id"])
     return ids[replica.address]
+
+
+def _commit(replica: Replica, update_id: str, digests: dict[str, int] | None) -> dict[str, Any]:
+    """Commit; the engine's words. If its reply was lost, ask it what became of the update."""
+    try:
+        return replica.control.commit(update_id, digests)
+    except EngineLost:
+        if (found := _committed(replica, update_id)) is None:
+            raise
+        return found
+
+
+def _committed(replica: Replica, update_id: str) -> dict[str, Any] | None:
+    """An update as its engine has it, if it says within LOOK_S that it is committed."""
+    until = time.monotonic() + LOOK_S
+    with contextlib.suppress(UpdateError):
+        while (found := replica.control.status(update_id))["state"] == "open" and time.monotonic() < until:
+            time.sleep(0.1)
+        return found if found["state"] == "committed" else None
+    return None

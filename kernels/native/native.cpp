@@ -258,7 +258,8 @@ void rs_digest(int dtype, const void* src, int64_t ld, int64_t rows, int64_t col
 // rs_digest, and the piece written to [row0 + rows, col0 + cols] of a weight [n, k], in one pass over `src`, whose rows follow each
 // other. layout: 0 packed, 1 packed and interleaved, 2 plain rows, 3 likewise, with the digest of what is written instead of what came, and
 // left in the caches for whoever reads it next.
-// dtypes as in rs_digest: equal, or float32 into bfloat16 (rounded to nearest even). Plain rows may be float16.
+// dtypes as in rs_digest: equal, or float32 into bfloat16 (rounded to nearest even); what is not finite counts as written. Plain rows may be
+// float16.
 void rs_take(int src_dtype, int dtype, int layout, void* dst, const void* src, int n, int k, int row0, int rows, int col0, int cols, uint64_t first,
              uint64_t width, uint64_t* out) {
   bool cast = src_dtype != dtype;
@@ -267,13 +268,16 @@ void rs_take(int src_dtype, int dtype, int layout, void* dst, const void* src, i
   for (int r = 0, count; r < rows; r += count) {  // strips that stay in the cache, cut where those of packed weights begin
     count = std::min(16 - (row0 + r) % 16, rows - r);
     const char* strip = (const char*)src + r * src_bytes;
-    auto digest = [&](int of) { rs_digest(of, strip, cols, count, cols, first + (uint64_t)r * width, width, out); };
-    if (layout != 3) digest(src_dtype);
+    auto digest = [&](int of, uint64_t* to) { rs_digest(of, strip, cols, count, cols, first + (uint64_t)r * width, width, to); };
+    uint64_t came[2] = {0, 0}, written[2] = {0, 0};
+    if (layout != 3) digest(src_dtype, came);
     if (cast) {
       round_bits((const uint32_t*)strip, rounded.get(), (int64_t)count * cols);
       strip = (const char*)rounded.get();
     }
-    if (layout == 3) digest(dtype);
+    if (layout == 3 || cast) digest(dtype, written);
+    out[0] += layout == 3 ? written[0] : came[0];
+    out[1] += layout == 3 || cast ? written[1] : came[1];  // a finite value may be none once it is rounded
     if (layout >= 2)
       for (int i = 0; i < count; i++)
         (layout == 3 ? copy_cached : copy_streamed)((char*)dst + ((int64_t)(row0 + r + i) * k + col0) * dst_item, strip + i * cols * dst_item, cols * dst_item);

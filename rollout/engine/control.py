@@ -58,6 +58,8 @@ class Update:
     report: dict[str, Any] = field(default_factory=dict)
     """what the commit did"""
     opened_at: float = 0.0
+    reads_folder: bool = False
+    """its bytes come from a folder, by nobody's calls"""
 
     def status(self) -> dict[str, Any]:
         shown = {name: getattr(self, name) for name in ("id", "version", "mode", "apply", "kv_policy", "owner", "state", "reason")}
@@ -225,6 +227,7 @@ class Control(Pauses):
             refuse_nonfinite=refuse_nonfinite,
             expected=expected,
             opened_at=now,
+            reads_folder=transport is not None and transport.get("name") == "disk",
         )
         self.updates[update_id] = update
         for old in list(self.updates)[:-REMEMBERED_UPDATES]:
@@ -289,6 +292,12 @@ class Control(Pauses):
         Raises:
             UnknownUpdate, IllegalState: there is no such update, or it is over. ChunkError, ValueError: the chunk did not come or fit.
         """
+        if self._still_open(update_id).reads_folder:
+            raise IllegalState(f"update {update_id} reads its folder by itself: it takes no chunks")
+        return self.receive_chunk(update_id, sender, sequence, where)
+
+    def receive_chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> dict[str, Any]:
+        """`take_chunk`, also for whoever reads a folder."""
         self._still_open(update_id)
         fresh = self._engine.runner.updates.chunk(update_id, sender, sequence, where)
         return {"changed": fresh, **self._engine.runner.updates.progress()}

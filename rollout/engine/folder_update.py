@@ -59,11 +59,11 @@ class FolderUpdate:
         """Take in every chunk. What goes wrong ends the update.
 
         Raises:
-            UpdateRefused: why; an update that somebody else ended is none of it.
+            UpdateRefused: why; also if somebody else ended it meanwhile.
         """
         for sender, sequence in self._chunks:
             try:
-                self._control.take_chunk(self._id, sender, sequence, {})
+                self._control.receive_chunk(self._id, sender, sequence, {})
             except Exception as error:
                 words = str(error) if isinstance(error, ValueError) else describe(error)
                 if self._control.find_update(self._id).state == "open":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import os
 import queue
 import sys
 import threading
@@ -12,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.priority import give_way
 from ...weight_sync.manifest import ChunkError, ManifestError
 from ..errors import BadRequest, IllegalState, RollsyncError, UpdateRefused, describe
 
@@ -23,13 +22,7 @@ IDLE_S = 5.0
 
 
 NICE = 5
-"""of a lane's thread: where the CPUs are busy with steps, it gets a quarter of what they do"""
-
-
-def _give_way() -> None:
-    """Let steps have the CPUs before this thread."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+"""of a thread that takes weights in, above the others: where the CPUs are busy with steps, it gets a third of what they do"""
 
 
 def outcome(work: Work) -> Any:
@@ -65,22 +58,26 @@ class Lanes:
     def submit(self, name: str, work: Work, reply: Reply) -> None:
         """Queue work on a lane; `reply` is called on its thread with the value, or with the error as a RollsyncError."""
         with self._lock:
-            closed = self._closed
-            if not closed:
-                self._add(name, (work, reply))
-        if closed:
-            reply(IllegalState("the engine is closing"))
+            refusal = IllegalState("the engine is closing") if self._closed else self._add(name, (work, reply))
+        if refusal is not None:
+            reply(refusal)
 
-    def _add(self, name: str, item: tuple[Work, Reply]) -> None:
+    def _add(self, name: str, item: tuple[Work, Reply]) -> RollsyncError | None:
+        """Queue work, with a thread for its lane; or why it cannot be."""
         if name in self._queues:
             self._queues[name].append(item)
-            return
-        self._queues[name] = collections.deque([item])
-        if self._idle:
+        elif self._idle:
             self._idle -= 1
+            self._queues[name] = collections.deque([item])
             self._begun.put(name)
         else:
-            threading.Thread(target=self._run, args=(name,), name="rollsync-lane", daemon=True).start()
+            try:
+                self._queues[name] = collections.deque([item])
+                threading.Thread(target=self._run, args=(name,), name="rollsync-lane", daemon=True).start()
+            except RuntimeError as error:  # the system gives no more
+                del self._queues[name]
+                return RollsyncError(f"no thread for this work: {error}")
+        return None
 
     def close(self) -> None:
         """Let the threads end after what they are at."""
@@ -112,7 +109,7 @@ class Lanes:
                     return None
 
     def _run(self, name: str | None) -> None:
-        _give_way()
+        give_way(NICE)
         while name is not None:
             while (item := self._next(name)) is not None:
                 work, reply = item

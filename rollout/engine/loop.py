@@ -33,7 +33,7 @@ STATS_PERIOD_S = 0.25
 LONGEST_SLEEP_S = 3600.0
 """what waits longer (a deadline of 1e300 s) is looked at again"""
 COMMAND_S = 120.0
-"""how long a lane waits for a command: as long as a step may take"""
+"""how long a lane waits for its command to begin: as long as a step may take"""
 
 
 class EngineLike(Protocol):
@@ -231,6 +231,20 @@ def _call(verb: Callable[..., Any], engine: EngineLike, sink: Sink, args: dict[s
     return verb(engine, sink, **args)
 
 
+class _Asked:
+    """A command of a lane's: carried out, or given up before it began; never both."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._state = ""
+
+    def take(self, state: str) -> bool:
+        """True for the first to say what becomes of it."""
+        with self._lock:
+            first, self._state = not self._state, self._state or state
+        return first
+
+
 class EngineLoop:
     """The thread that owns the engine. It builds it, steps it while there is work, and closes it."""
 
@@ -239,6 +253,8 @@ class EngineLoop:
         self._queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._control: Control | None = None
         self._lanes = Lanes()
+        self._opens: dict[str, Callable[..., Any]] = {"open_folder": self._open_folder, "open_manifest": self._open_manifest}
+        """commands that run on a lane and there have the engine's thread do a part"""
         self._closing = False
         self._steps = 0
         self._stats_at = 0.0
@@ -261,14 +277,12 @@ class EngineLoop:
         control = self._control
         if control is None:
             reply(IllegalState("the engine is not serving yet"))
-        elif verb == "open_folder":
-            self._lanes.submit(lane, lambda: self._open_folder(control, **args), reply)
-        elif verb == "open_manifest":
-            self._lanes.submit(lane, lambda: self._open_manifest(**args), reply)
-        elif verb not in ASIDE:
-            reply(BadRequest(f"command must be one of open_folder, open_manifest, {', '.join(ASIDE)}, got {verb!r}", field="verb"))
-        else:
+        elif verb in self._opens:
+            self._lanes.submit(lane, lambda: self._opens[verb](control, **args), reply)
+        elif verb in ASIDE:
             self._lanes.submit(lane, lambda: attrgetter(ASIDE[verb])(control)(**args), reply)
+        else:
+            reply(BadRequest(f"command must be one of {', '.join([*self._opens, *ASIDE])}, got {verb!r}", field="verb"))
 
     def open_update(self) -> dict[str, Any] | None:
         """How far the open weight update is, for whoever asks while the engine is busy; from any thread."""
@@ -286,18 +300,21 @@ class EngineLoop:
         self._lanes.submit(status["id"], update.read, lambda value: None)  # what went wrong is the update's reason
         return status
 
-    def _open_manifest(self, manifest: Any, **args: Any) -> Any:
+    def _open_manifest(self, control: Control, manifest: Any, **args: Any) -> Any:
         """On a lane: read the manifest there, as it may name many tensors, and open an update with it."""
         return self._run_verb("open_update", manifest=Manifest.from_wire(manifest), **args)
 
     def _run_verb(self, verb: str, **args: Any) -> Any:
         """A command's value; for threads beside the engine's."""
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.command(verb, args, done.put)
+        asked = _Asked()
+        self._queue.put(("command", verb, args, done.put, asked))
         try:
             value = done.get(timeout=COMMAND_S)
         except queue.Empty:
-            raise IllegalState(f"the engine did not come to {verb} within {COMMAND_S:g} s") from None
+            if asked.take("given up"):  # it will not be carried out when nobody knows of it any more
+                raise IllegalState(f"the engine did not come to {verb} within {COMMAND_S:g} s") from None
+            value = done.get(timeout=COMMAND_S)  # it is being carried out
         if isinstance(value, BaseException):
             raise value
         return value
@@ -320,8 +337,8 @@ class EngineLoop:
             self._sink.failed(error)
             return
         self._control = getattr(engine, "control", None)
+        self._publish(engine, force=True)  # first: who hears that it is ready may ask for its state
         self._sink.ready(engine)
-        self._publish(engine, force=True)
         try:
             self._spin(engine)
             self._beat("closed")
@@ -383,8 +400,8 @@ class EngineLoop:
             except Exception as error:  # one request's fault must not end the others'
                 log.error("request %r could not be added", item[1].request_id, exc_info=error)
                 _report(self._sink.rejected, item[1].request_id, RollsyncError(describe(error)))
-        elif item[0] == "command":
-            self._run_command(engine, *item[1:])
+        elif item[0] == "command" and (len(item) < 5 or item[4].take("begun")):
+            self._run_command(engine, *item[1:4])
 
     def _run_command(self, engine: EngineLike, verb: str, args: dict[str, Any], reply: Reply) -> None:
         self._beat("command")

@@ -406,7 +406,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the KV pool, the weights and the buffers. Nothing runs after this."""
-        self.updates.groups.close()
+        self.updates.close()
         self._kv.close()
         self._program.close()
         self.weights.close()

@@ -43,7 +43,7 @@ def fast_fill() -> Fill:
 
     def native_fill(target: Tensor, values: Tensor, box: Box, shape: tuple[int, ...]) -> int:
         cast = (values.dtype, target.dtype) == (torch.float32, torch.bfloat16)
-        plain = values.device.type == "cpu" and values.is_contiguous() and (cast or values.dtype == target.dtype)
+        plain = values.device.type == target.device.type == "cpu" and values.is_contiguous() and (cast or values.dtype == target.dtype)
         if not plain or not box.length or (len(box.length) != 2 and box.length[1:] != shape[1:]):
             return fill(target, values, box, shape)
         width = math.prod(shape[1:])

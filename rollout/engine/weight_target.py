@@ -51,10 +51,6 @@ class ParamTarget:
         Returns:
             What all of it adds to the tensor's digest, and how many of its values are not finite, or not once they are cast.
         """
-        digest, bad = self._take(name, box, values, shape)
-        return digest, bad + overflows(values, self._weights.dtype)
-
-    def _take(self, name: str, box: Box, values: Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
         if self._staged:
             self._weights.reserve_shadow()
         weights, kept = self._weights, self._kept(name, box)
@@ -62,12 +58,12 @@ class ParamTarget:
             _, param, row, col = kept[0]
             place = box.offset[0] * shape[1] + box.offset[1]
             return weights.take(param, row, col, values, place, shape[1], shadow=self._staged)
-        found = self._inspect(values, box, shape)
+        digest, bad = self._inspect(values, box, shape)
         if kept:
             cast = values.to(weights.dtype)
             for part, param, row, col in kept:
                 weights.write(param, row, col, cast[part.within(box).slices()], shadow=self._staged)
-        return found
+        return digest, bad + overflows(values, weights.dtype)
 
     def _kept(self, name: str, box: Box) -> list[tuple[Box, str, int, int]]:
         """What of a piece goes where: its part, parameter, row and column there."""

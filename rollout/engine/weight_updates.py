@@ -48,6 +48,9 @@ class WeightUpdates:
         self._cfg, self._weights = cfg, weights
         self._rank, self._size = tp_rank, tp_size
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        """of the live weights, beside the steps"""
+        self._closed = False
         self._open: _Open | None = None
         self.groups = Groups()
         self.version = 0
@@ -171,11 +174,26 @@ class WeightUpdates:
         return {
             "bytes": receiver.total_bytes,
             "received_bytes": receiver.received_bytes,
-            "missing_chunks": len(receiver.missing()),
+            "missing_chunks": receiver.num_missing,
         }
 
     def digests(self) -> dict[str, int]:
-        return live_digests(self._cfg, self._weights, self._rank, self._size)
+        with self._reading:
+            self._check_not_closed()
+            return live_digests(self._cfg, self._weights, self._rank, self._size)
 
     def values(self, name: str, rows: int) -> dict[str, Any]:
-        return live_values(self._cfg, self._weights, name, rows, self._rank, self._size)
+        with self._reading:
+            self._check_not_closed()
+            return live_values(self._cfg, self._weights, name, rows, self._rank, self._size)
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise ValueError("the engine is closing")
+
+    def close(self) -> None:
+        """Whoever is at the weights on another thread is waited for, and nobody gets at them any more."""
+        self.abort()
+        self.groups.close()
+        with self._reading:
+            self._closed = True

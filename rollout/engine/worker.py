@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack  # type: ignore[import-untyped]
 
+from ...kernels.priority import give_way
+from .lanes import NICE
 from .lifeline import killed_with_parent
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
 
-BESIDE = frozenset({"extend", "chunk", "digests", "join_group", "leave_group"})
+BESIDE = frozenset({"extend", "chunk", "digests", "values", "join_group", "leave_group"})
 """calls that may wait for somebody else, and so get a thread of their own"""
 
 
@@ -100,9 +102,13 @@ class Worker:
             elif kind == "close":
                 return
             elif message[1] in BESIDE:
-                threading.Thread(target=self._answer, args=message, name=f"rollsync-{message[1]}", daemon=True).start()
+                threading.Thread(target=self._answer_beside, args=message, name=f"rollsync-{message[1]}", daemon=True).start()
             else:
                 self._answer(*message)
+
+    def _answer_beside(self, number: int, name: str, args: list[Any]) -> None:
+        give_way(NICE)
+        self._answer(number, name, args)
 
     def _answer(self, number: int, name: str, args: list[Any]) -> None:
         from .rank_wire import fault_to_wire

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ..engine.control import DEFAULT_UPDATE_S
 from ..engine.lifecycle import MEMORY_TAGS
+from ..engine.loop import COMMAND_S
 from ..errors import BadRequest, show
 from . import control, hold
 from .audit import note
@@ -34,8 +35,8 @@ from .weight_schemas import (
 
 router = APIRouter()
 CHUNK_TYPE = "application/octet-stream"
-OPEN_S = 120.0
-"""how long an open waits for a step to end"""
+OPEN_S = 2 * COMMAND_S + 30.0
+"""for an open: longer than the engine's own patience with a step, so that its reply is never missed"""
 
 
 def _service(request: Request) -> RolloutService:
@@ -70,7 +71,7 @@ async def open_update(request: Request) -> Response:
     elif "manifest" not in got:
         raise BadRequest("manifest is missing: name the tensors", field="manifest")
     else:
-        opening = service.engine.aside("open", "open_manifest", OPEN_S, **got)
+        opening = service.engine.aside(f"open {uuid.uuid4().hex}", "open_manifest", OPEN_S, **got)
     opened = await hold.opened(request, service, opening)
     note(request, {"update": opened["id"], "version": opened["version"]})
     return hold.hold(request, service, opened) if held else reply(request, opened)
@@ -101,7 +102,7 @@ async def _open_folder(engine: EngineProcess, got: dict[str, Any]) -> Any:
     told = got.pop("transport")
     if "manifest" in got:
         raise BadRequest("manifest must be left out: the folder's headers are the manifest", field="manifest")
-    patience_s = got.get("deadline_s", DEFAULT_UPDATE_S) + 60.0 if got.get("commit") else 60.0
+    patience_s = OPEN_S + (got.get("deadline_s", DEFAULT_UPDATE_S) if got.get("commit") else 0.0)
     return await engine.aside(f"folder {uuid.uuid4().hex}", "open_folder", patience_s, folder=told["folder"], **got)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -46,12 +47,27 @@ def test_threads_go_from_lane_to_lane_and_end(monkeypatch: pytest.MonkeyPatch) -
         assert done.get(timeout=20) == i
         assert threads() <= 2  # one may just be on its way to being idle
     wait_for_threads(0)
-    lanes.submit("late", lambda: "still here", done.put)
-    assert done.get(timeout=20) == "still here"
+    monkeypatch.setattr(lanes_module, "IDLE_S", 3600)
+    lanes.submit("late", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), done.put)
+    assert done.get(timeout=20) == os.getpriority(os.PRIO_PROCESS, 0) + lanes_module.NICE
     lanes.close()
     wait_for_threads(0)
     lanes.submit("closed", lambda: None, done.put)
     assert isinstance(done.get(timeout=5), IllegalState)
+
+
+def test_a_lane_without_a_thread_says_so_and_works_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lanes, done = Lanes(), queue.SimpleQueue[Any]()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lanes.submit("a", lambda: 1, done.put)
+    assert "can't start new thread" in str(done.get(timeout=5))
+    monkeypatch.undo()
+    lanes.submit("a", lambda: 2, done.put)
+    assert done.get(timeout=20) == 2
+    lanes.close()
 
 
 def test_what_work_raises_is_an_answer_and_what_a_reply_raises_ends_nothing() -> None:

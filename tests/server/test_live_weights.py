@@ -203,6 +203,8 @@ def test_an_engine_loads_a_folder_by_one_call_and_refuses_others_by_name(server:
 def test_a_folder_is_read_beside_the_steps_and_committed_later(server: Any, checkpoints: list[Path], until: Any) -> None:
     control = HttpControl(server.url)
     update = control.open({"transport": {"name": "disk", "folder": "m0"}})
+    with pytest.raises(UpdateError, match=r"answered 409: .* reads its folder by itself: it takes no chunks"):
+        control.chunk(update["id"], 0, 0)
     until(lambda: control.status(update["id"])["missing_chunks"] == 0)
     assert control.status(update["id"])["received_bytes"] == update["bytes"]
     assert control.commit(update["id"], None)["changed"]

@@ -94,10 +94,10 @@ class Broadcast(GroupTransport):
 
     def __init__(self, group: str = "default", **options: Any) -> None:
         super().__init__(group, **options)
+        self._base = group
 
     def connect(self, control: UpdateControl, rank: int) -> None:
-        if rank and not self._name.endswith(f".{rank}"):
-            self._name += f".{rank}"
+        self._name = f"{self._base}.{rank}" if rank else self._base
         if self.is_up(control) and self.is_up_there(control):
             return
         if (old := self._groups.get(control.address)) is not None:
