@@ -204,16 +204,16 @@ class ModelRunner:
             raise ConfigError(
                 f"no memory for the weights and a KV pool of {layout.nbytes} bytes ({error}): lower cache.memory_bytes"
             ) from error
+        self.updates = WeightUpdates(model, self.weights, rank, size)
+        self._kept: IO[bytes] | None = None
+        self._away: set[str] = set()
+        """memory that sleeps"""
         try:
             report = lambda done, total: progress("loading weights", done / max(total, 1))  # noqa: E731
             load_weights(model, found.path, found.load_format, self.weights, dtype=dtype, tp_rank=rank, tp_size=size, progress=report)
         except BaseException:
             self.close()
             raise
-        self.updates = WeightUpdates(model, self.weights, rank, size)
-        self._kept: IO[bytes] | None = None
-        self._away: set[str] = set()
-        """memory that sleeps"""
         self.info = RunnerInfo(
             model=config.model,
             num_blocks=layout.num_blocks,

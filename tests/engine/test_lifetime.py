@@ -15,6 +15,7 @@ from real_engine import run as run_real
 from rollsync import Engine, SamplingParams
 from rollsync.rollout.engine.async_engine import AsyncEngine
 from rollsync.rollout.errors import ConfigError
+from rollsync.rollout.models.loader import CheckpointError
 from rollsync.rollout.selftest.model import write_model
 
 LONG: dict[str, Any] = {"ignore_eos": True}
@@ -139,3 +140,12 @@ def test_stop_strings_without_a_tokenizer_are_refused_by_name_and_can_be_refused
         good, bad = engine.generate([[1], [2]], params, on_error="return")
         assert good.samples[0].finish_reason == "length" and "tokenizer" in str(bad.samples[0].error)
         assert engine.score([[2]], [[3]], params[1:])[0].finish_reason == "length"  # nothing is matched there
+
+
+def test_a_checkpoint_that_does_not_load_says_so_itself(tmp_path: Path) -> None:
+    """And not by what its cleaning up meets."""
+    folder = Path(write_model(tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        Engine(str(folder), num_blocks=8, threads=1)
