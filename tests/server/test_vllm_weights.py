@@ -151,7 +151,7 @@ def test_tensor_by_tensor_and_in_part_as_trl_may_send(live: Any, http: httpx.Cli
     assert found == {"match": False, "mismatches": ["model.norm.weight"]} and served(http) == fresh(folders[1])
 
 
-@pytest.mark.parametrize("fault", ["name", "shape", "lengths", "pickle", "nan"])
+@pytest.mark.parametrize("fault", ["name", "shape", "lengths", "longer", "shorter", "pickle", "nan"])
 def test_a_refused_update_changes_nothing_and_the_next_one_works(live: Any, http: httpx.Client, folders: list[Path], fault: str) -> None:
     before, tensors = served(http), tensors_of(folders[1])
     trainer = Trainer(live.url)
@@ -166,6 +166,11 @@ def test_a_refused_update_changes_nothing_and_the_next_one_works(live: Any, http
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
     elif fault == "lengths":
         info["shapes"] = [[1]]
+    elif fault == "longer":  # masters are sent, and something else is announced
+        info["dtype_names"] = ["bfloat16"] * len(tensors)
+    elif fault == "shorter":
+        info["dtype_names"] = ["float32"] * len(tensors)
+        tensors = {name: t.bfloat16() for name, t in tensors.items()}
     elif fault == "pickle":
         info["ipc_handles_pickled"] = "gASVAAAA"
     else:
@@ -174,7 +179,9 @@ def test_a_refused_update_changes_nothing_and_the_next_one_works(live: Any, http
     if fault == "nan":
         assert answer.status_code == 200
         answer = trainer.http.post("/finish_weight_update")
-    words = {"name": "model.extra", "shape": "model.norm.weight", "lengths": "shapes", "pickle": "unpickled", "nan": "not finite"}[fault]
+    words = {"name": "model.extra", "shape": "model.norm.weight", "lengths": "shapes", "pickle": "unpickled", "nan": "not finite"}.get(
+        fault, f"{fault} than the"
+    )
     assert 400 <= answer.status_code < 500 and words in answer.json()["error"]["message"], answer.text
     late = trainer.http.post("/finish_weight_update")
     assert late.status_code == 409 and words in late.json()["error"]["message"], "what went wrong is told again"

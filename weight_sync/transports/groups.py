@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from .collective import Group, Operation, form
 from .rendezvous import Store
 
 MAX_GROUPS = 64
+GUARD_BYTES = 16
+SPARE_BYTES = 64 << 20
+"""room for messages longer than announced, which end the process in a thread of gloo's if they do not fit; never touched otherwise"""
 
 
 @dataclass(slots=True)
@@ -194,7 +198,13 @@ class CollectiveLink(GroupLink):
         def begin(group: Group) -> Begin:
             return lambda data, b: group.broadcast(data, 0, what=f"bucket {b.sequence}")
 
-        super().__init__([_Line(group, sender, bucket, begin(group), first) for sender, group in enumerate(groups)])
+        lines = [_Line(group, sender, bucket, begin(group), first, guarded=_receives_only(group)) for sender, group in enumerate(groups)]
+        super().__init__(lines)
+
+
+def _receives_only(group: Group) -> bool:
+    """Whether this rank passes no broadcast on: then its buffer may be longer than the message. (Of 4 ranks one does.)"""
+    return group.device.type == "cpu" and group.size <= 3
 
 
 class ReshardLink(GroupLink):
@@ -207,10 +217,16 @@ class ReshardLink(GroupLink):
         super().__init__([_Line(group, sender, bucket, begin) for sender in range(group.rank)])
 
 
+def _guarded(data: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The bytes after a message of the length announced, which it must leave alone, and its last ones, which it must overwrite."""
+    end = bucket.nbytes
+    return [data[at : at + GUARD_BYTES] for at in (end, end - GUARD_BYTES) if at >= 0]
+
+
 class _Line:
     """What comes from one sender. Of two buffers one is being read while the next bucket is received into the other."""
 
-    def __init__(self, group: Group, sender: int, bucket: Bucketing, start: Begin, first: int = 0) -> None:
+    def __init__(self, group: Group, sender: int, bucket: Bucketing, start: Begin, first: int = 0, guarded: bool = False) -> None:
         self.group, self._sender, self._bucket, self._start = group, sender, bucket, start
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=group.device)] * 2
         self._turn, self._next = 0, first
@@ -219,6 +235,7 @@ class _Line:
         self._receiving = False
         """within `take`: what it waits for, or will, is not in `_ahead`"""
         self._over = False
+        self._guard = torch.frombuffer(bytearray(secrets.token_bytes(GUARD_BYTES)), dtype=torch.uint8) if guarded else None
 
     def take(self, bucket: Bucket) -> Tensor:
         """The bytes of the sender's next bucket, valid until the next call."""
@@ -232,10 +249,11 @@ class _Line:
             data, operation = self._ahead or self._begin(bucket)
             self._ahead = None
             operation.wait()
+            self._check_length(data, bucket)
             self._next += 1
             if (due := self._due()) is not None:
                 self._ahead = self._begin(due)
-            return data
+            return data[: bucket.nbytes]
         finally:
             self._receiving = False
 
@@ -252,10 +270,25 @@ class _Line:
 
     def _begin(self, bucket: Bucket) -> tuple[Tensor, Operation]:
         self._turn = 1 - self._turn
-        if self._buffers[self._turn].numel() < bucket.nbytes:
-            self._buffers[self._turn] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.group.device)
-        data = self._buffers[self._turn][: bucket.nbytes]
+        room = bucket.nbytes if self._guard is None else bucket.nbytes + max(bucket.nbytes, SPARE_BYTES)
+        if self._buffers[self._turn].numel() < room:
+            self._buffers[self._turn] = torch.empty(room, dtype=torch.uint8, device=self.group.device)
+        data = self._buffers[self._turn][:room]
+        if self._guard is not None:
+            for end in _guarded(data, bucket):
+                end.copy_(self._guard)
         return data, self._start(data, bucket)
+
+    def _check_length(self, data: Tensor, bucket: Bucket) -> None:
+        """GroupError if the sender's message was not as long as it announced; what it has under way is then of no use either."""
+        if self._guard is None:
+            return
+        after, *last = (torch.equal(end, self._guard) for end in _guarded(data, bucket))
+        if after and not any(last):
+            return
+        cause = f"the message is {'shorter' if after else 'longer'} than the {bucket.nbytes} bytes that were announced"
+        self.group.close(cause)
+        raise self.group.error("transfer", cause, peer=f"sender {self._sender}", what=f"bucket {bucket.sequence}")
 
     def close(self) -> None:
         """Nothing is received any more. What was begun would swallow the next update's first bucket, so then the group ends."""
