@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
+from ...weight_sync.manifest import Manifest, ManifestError, TensorEntry, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused, describe
 from .config import APPLY
 from .folder_update import FolderUpdate
 from .lifecycle import SLEEP_OWNER, UPDATE_OWNER, check_choice, check_seconds
-from .pauses import Pauses
+from .pauses import Pauses, named
 from .update_stats import CAUSES, UpdateStats
 from .weight_groups import GroupCalls
 
@@ -57,13 +57,23 @@ class Update:
     reason: str | None = None
     report: dict[str, Any] = field(default_factory=dict)
     """what the commit did"""
+    tensors: int = 0
+    """how many it names"""
+    names: list[str] = field(default_factory=list)
+    """the first of them, unless it is full"""
     opened_at: float = 0.0
     reads_folder: bool = False
     """its bytes come from a folder, by nobody's calls"""
 
     def status(self) -> dict[str, Any]:
         shown = {name: getattr(self, name) for name in ("id", "version", "mode", "apply", "kv_policy", "owner", "state", "reason")}
-        return {**shown, "bytes": self.nbytes, **self.report}
+        return {**shown, "bytes": self.nbytes, "tensors": self.tensors, **self.report}
+
+    def name(self, tensors: Sequence[TensorEntry]) -> None:
+        """Count tensors that it brings."""
+        self.tensors += len(tensors)
+        if self.mode != "full":
+            self.names = named([*self.names, *(t.name for t in tensors)])
 
 
 class Control(Pauses):
@@ -229,6 +239,7 @@ class Control(Pauses):
             opened_at=now,
             reads_folder=transport is not None and transport.get("name") == "disk",
         )
+        update.name(read.tensors if read is not None else ())
         self.updates[update_id] = update
         for old in list(self.updates)[:-REMEMBERED_UPDATES]:
             del self.updates[old]
@@ -316,7 +327,9 @@ class Control(Pauses):
             ManifestError: everything that does not fit; nothing changed.
         """
         update = self._still_open(update_id)
-        chunks = self._engine.runner.updates.extend(update_id, read_tensors(tensors), layout)
+        entries = read_tensors(tensors)
+        chunks = self._engine.runner.updates.extend(update_id, entries, layout)
+        update.name(entries)
         update.nbytes = self._engine.runner.updates.progress().get("bytes", update.nbytes)
         return {"chunks": [list(c) for c in chunks]}
 
@@ -399,6 +412,8 @@ class Control(Pauses):
         self._engine.weight_version = update.version
         self.release_held()
         update.report["seconds"] = self._clock() - update.opened_at
+        if update.mode == "partial":
+            update.report["names"] = update.names
         times = {"opened_at": update.opened_at, "asked_at": asked_at, "checked_at": checked_at}
         self.update_stats.committed(**times, num_bytes=update.nbytes, in_place=update.apply == "in_place")
         return {**update.status(), "changed": True}
@@ -407,6 +422,8 @@ class Control(Pauses):
         """First half of a commit: check all that came. The update's mode, or UpdateRefused."""
         update.phase = "checking"
         try:
+            if not update.tensors:
+                raise UpdateRefused("no tensor came: nothing would change")
             mode = self._final_mode(update)
             if problems := self._engine.runner.updates.prepare(digests, refuse_nonfinite=update.refuse_nonfinite):
                 raise UpdateRefused(str(ManifestError(problems)))

@@ -52,8 +52,8 @@ _DETACH_DOC = (
     "GET /v1/rollouts/{id} re-attaches. A call that does not stream needs a request_id for that; of a stream the start event tells the id"
 )
 _UNAVAILABLE_DOC = (
-    '"queue": wait while the engine is paused or asleep, or for min_version (while it loads, 503 with Retry-After); "refuse": 409 at '
-    "once, and 503 with Retry-After for min_version. Weights that are invalid are 409 in any case"
+    '"queue": wait while the engine is paused or asleep, or for min_version (while it loads, 503); "refuse": 409 at once, and '
+    "503 for min_version. Weights that are invalid are 409 in any case. Each with Retry-After"
 )
 _MIN_VERSION_DOC = "oldest weights that may make tokens; the call waits for them to be committed"
 _LAG_DOC = 'a sample ends with abort_reason "max_version_lag" once the version served exceeds that of its first token by more than this'

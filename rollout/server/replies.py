@@ -30,6 +30,8 @@ CHUNK_BYTES = 1 << 18
 """bodies are sent in pieces of this many, each once the last has left: a caller that hangs up is noticed"""
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Retry-After": "1"}}
 """what goes with a status"""
+CALL_HEADERS = {**HEADERS, 409: HEADERS[503]}
+"""likewise of a call that samples or scores: there, what the engine's state forbids now it may allow later"""
 
 
 class ClientGone(Exception):
@@ -199,7 +201,7 @@ class WholeReply(Response):
     """One body; `leave` is called with whether it was sent to its end before the caller hung up."""
 
     def __init__(self, body: bytes, status: int, binary: bool, leave: Callable[[bool], None] = lambda sent: None) -> None:
-        super().__init__(body, status, HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
+        super().__init__(body, status, CALL_HEADERS.get(status), media_type=MSGPACK if binary else "application/json")
         self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,6 +8,7 @@ from ...weight_sync.manifest import MAX_TENSORS
 from ...weight_sync.names import TRANSPORTS
 from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
+from ..engine.pauses import MAX_NAMED
 from ..engine.types import VERSION_LIMIT
 from ..errors import BadRequest
 from .checks import (
@@ -100,6 +101,7 @@ _UPDATE = reply_schema(
     *(Item(name, STRING) for name in ("apply", "kv_policy", "owner")),
     Item("version", INTEGER, "of the new weights"),
     Item("bytes", COUNT, "of all tensors"),
+    Item("tensors", COUNT, "how many it brings; while it grows, so far"),
     Item("received_bytes", COUNT, "while open", always=False),
     Item("missing_chunks", COUNT, "while open", always=False),
     Item("phase", {"type": "string", "enum": ["receiving", "checking", "switching"]}, "while open", always=False),
@@ -110,6 +112,7 @@ _UPDATE = reply_schema(
     Item("recompute_tokens", COUNT, "once committed: tokens of running requests that are prefilled again", always=False),
     Item("aborted", COUNT, "once committed with kv_policy abort: samples ended", always=False),
     Item("seconds", NUMBER, "once committed: since it was opened", always=False),
+    Item("names", array(STRING), f"once committed, partial: its tensors, the first {MAX_NAMED}", always=False),
     Item("changed", BOOLEAN, "false for a call that found its work done", always=False),
 )
 _HELD_EVENTS = ("open", "committed", "aborted", "error")

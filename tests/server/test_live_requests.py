@@ -99,6 +99,7 @@ def test_while_nothing_runs_calls_wait_up_to_a_bound_or_are_refused(http: httpx.
     for route in ROUTES:
         refused = sample(http, route, on_unavailable="refuse")
         assert refused.status_code == 409 and ("paused by operator" if verb == "pause" else "asleep") in refused.text
+        assert route != "/v1/rollouts" or refused.headers["retry-after"]
     thread, found = later(lambda: sample(http, n=4))
     until(lambda: http.get("/v1/engine/status").json()["stats"]["waiting"] == 4)
     full = sample(http)

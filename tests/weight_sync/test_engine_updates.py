@@ -153,7 +153,11 @@ def test_what_does_not_fit_is_refused_with_all_of_it_and_the_old_weights_stay(en
     half = dict(list(new.items())[: len(new) // 2])
     with pytest.raises(UpdateRefused, match="is missing"):
         sync(engine, half)
-    assert sync(engine, half, mode="partial")["changed"]
+    done = sync(engine, half, mode="partial")
+    assert done["changed"] and (done["tensors"], done["names"]) == (len(half), list(half))
+    with pytest.raises(UpdateRefused, match="no tensor came"):
+        sync(engine, {}, mode="partial")
+    engine.control.abort_update(str(engine.control.lifecycle.update))
     sync(engine, tensors_of(folders["untied"]))
     assert run(engine) == before
 
