@@ -99,6 +99,13 @@ class SglangState:
         self.session = Session(opened["id"], begun)
         return self.session
 
+    async def begin(self) -> None:
+        """Open an update that `commit` alone ends; one that is open is dropped. If that was begun and had tensors, this must be whole."""
+        taken_over = self.session is not None and self.session.begun and self.session.tensors > 0
+        await self.abort("another was begun")
+        self._failed = taken_over
+        await self.open(None, begun=True)
+
     async def bucket(
         self,
         tensors: list[dict[str, Any]],

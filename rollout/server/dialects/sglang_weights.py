@@ -152,14 +152,13 @@ async def destroy_weights_update_group(request: Request, state: SglangState) -> 
 
 @controlled("/begin_weight_update", takes="SglangBegin")
 async def begin_weight_update(request: Request, state: SglangState) -> Message:
-    """Open an update; what comes from now on is made current by /end_weight_update. 400 while one that was begun is open."""
+    """Open an update; what comes from now on is made current by /end_weight_update. One that is open is dropped: whoever began it is gone.
+
+    If tensors had come for that one, the new one must bring the whole model: a rank that begins twice does not commit a half.
+    """
     await fields(request, BEGIN_FIELDS)
     async with state.turn():
-        if state.session is not None and not state.session.begun:
-            await state.abort("another was begun")
-        state.check_no_session("an update cannot begin")
-        state.forgive()
-        await state.open(None, begun=True)
+        await state.begin()
     return "weight update begun"
 
 
