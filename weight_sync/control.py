@@ -100,6 +100,9 @@ class HttpControl:
 
     def look(self, timeout_s: float) -> dict[str, Any]:
         found = self.call("GET", "/v1/engine/status", timeout_s=timeout_s)
+        if not isinstance(found, dict) or not {"reason", "weights"} <= found.keys():
+            self.require(["weights.updates"])
+            raise UpdateError(f"{self.address}: /v1/engine/status is not that of this rollsync: install the same one on both sides")
         if found["reason"] is not None or found["weights"] is None:
             raise EngineLost(f"{self.address}: {found['reason'] or 'the engine is still loading'}")
         held: dict[str, Any] = found["weights"]

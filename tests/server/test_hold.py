@@ -6,13 +6,19 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
+import msgpack  # type: ignore[import-untyped]
 import pytest
+import torch
 from rollsync.weight_sync.control import HttpControl, UpdateError
+from rollsync.weight_sync.sender import WeightSender
+from rollsync.weight_sync.sources import TensorSource
 
 MANIFEST = {"tensors": [{"name": "w", "dtype": "float32", "shape": [1]}]}
 FREE_S = 1.5
@@ -119,3 +125,26 @@ def test_a_sender_names_what_a_server_lacks_before_it_opens_anything(live: Any, 
     with pytest.raises(UpdateError, match=r"lacks weights\.transport\.pigeon"):
         control.require(["weights.updates", "weights.transport.pigeon"])
     assert update_of(live) is None
+
+
+@pytest.mark.parametrize("lacks", ["protocol", "update routes"])
+def test_a_server_of_another_kind_is_told_in_words(lacks: str) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            told = {"/version": {"version": "9", **({"capabilities": ["weights.updates"]} if lacks == "protocol" else {})}}
+            body: bytes = msgpack.packb(told.get(self.path, {"status": "fine"}))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        words = "is not that of this rollsync" if lacks == "protocol" else r"lacks weights\.updates"
+        with WeightSender(url, TensorSource({"w": torch.zeros(1)})) as sender, pytest.raises(UpdateError, match=words):
+            sender.sync()
+        other.shutdown()
