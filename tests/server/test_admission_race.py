@@ -15,10 +15,10 @@ from rollsync.weight_sync.sender import WeightSender
 from rollsync.weight_sync.sources import TensorSource
 from safetensors.torch import load_file, save_file
 
-OPTIONS = {"block_tokens": 4, "num_blocks": 1024, "max_model_len": 64, "threads": 1}
+OPTIONS = {"block_tokens": 4, "num_blocks": 2048, "max_model_len": 128, "threads": 1}
 FLAGS = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 CLIENTS, PROMPTS = 64, 8
-PARAMS = {"seed": 1, "max_tokens": 24, "ignore_eos": True}
+PARAMS = {"seed": 1, "max_tokens": 64, "ignore_eos": True}
 PAUSES = (("/v1/engine/pause", {"mode": "abort", "owner": "trainer"}), ("/pause", {}), ("/pause_generation", {"mode": "abort"}))
 RESUMES = (("/v1/engine/resume", {"owner": "trainer"}), ("/resume", {}), ("/continue_generation", {}))
 
@@ -75,6 +75,9 @@ def test_requests_on_their_way_end_once_and_on_one_set_of_weights(
         except Exception as error:
             faults.append(error)
 
+    def come(count: int) -> None:
+        until(lambda: len(samples) >= count or faults, 60)
+
     with RolloutClient(server.url, timeout_s=60) as client, RolloutClient(server.url, timeout_s=60) as trainer:
         threads = [threading.Thread(target=submit, args=(client, i)) for i in range(CLIENTS)]
         for thread in threads:
@@ -82,7 +85,7 @@ def test_requests_on_their_way_end_once_and_on_one_set_of_weights(
         weights = [TensorSource(load_file(folder / "model.safetensors")) for folder in folders]
         senders = [WeightSender(server.url, source, timeout_s=20) for source in weights]
         for number in range(1, rounds + 1):
-            until(lambda: server.running() > 0 or faults)
+            come(len(samples) + CLIENTS // 2)
             path, body = PAUSES[number % 3]
             trainer._call("POST", path, json=body)
             assert senders[number % 2].sync(version=number).version == number
