@@ -228,3 +228,61 @@ def test_a_sync_by_folder_leaves_the_last_ones_and_nothing_of_a_failed_one(serve
             sender.sync()
     assert sorted(f.name for f in shared.iterdir()) == kept and not list(tmp_path.iterdir())
     assert httpx.get(f"{server.url}/v1/weights").json()["weights"]["update"] is None
+
+
+RACE = {"seed": 1, "max_tokens": 48, "ignore_eos": True}
+CLIENTS, RACERS = 64, 4
+PAUSES = (("/v1/engine/pause", {"mode": "abort", "owner": "trainer"}), ("/pause", {}), ("/pause_generation", {"mode": "abort"}))
+RESUMES = (("/v1/engine/resume", {"owner": "trainer"}), ("/resume", {}), ("/continue_generation", {}))
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_who_submits_while_a_trainer_pauses_and_updates_ends_once_and_on_one_set_of_weights(
+    server: Any, checkpoints: list[Path], rounds: int, until: Any
+) -> None:
+    """Each dialect's pause that aborts, an update, a resume, under 64 threads that never stop submitting."""
+    prompts = [[3 + i, *PROMPT] for i in range(RACERS)]
+    over, samples, faults = threading.Event(), [], []
+    made: dict[int, int] = {}
+    senders = [WeightSender(server.url, TensorSource(weights(folder)), timeout_s=20) for folder in checkpoints[:2]]
+
+    def submit(client: RolloutClient, i: int) -> None:
+        try:
+            while not over.is_set():
+                (result,) = client.rollouts([prompts[i]], sampling_params=RACE).results
+                samples.append((i, *result.samples))
+        except Exception as error:
+            faults.append(error)
+
+    def come(count: int) -> None:
+        until(lambda: len(samples) >= count or faults, 60)
+
+    with RolloutClient(server.url, timeout_s=60) as client, RolloutClient(server.url, timeout_s=60) as trainer:
+        made[senders[0].sync().version] = 0
+        wanted = [[list(r.samples[0].token_ids) for r in client.rollouts(prompts, sampling_params=RACE).results]]
+        made[senders[1].sync().version] = 1
+        wanted.append([list(r.samples[0].token_ids) for r in client.rollouts(prompts, sampling_params=RACE).results])
+        threads = [threading.Thread(target=submit, args=(client, i % RACERS)) for i in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for number in range(rounds):
+            come(len(samples) + CLIENTS // 4)
+            path, body = PAUSES[number % 3]
+            trainer._call("POST", path, json=body)
+            made[senders[number % 2].sync().version] = number % 2
+            path, body = RESUMES[number % 3]
+            trainer._call("POST", path, json=body)
+        over.set()
+        for thread in threads:
+            thread.join(60)
+        for sender in senders:
+            sender.close()
+    assert not faults and not any(thread.is_alive() for thread in threads)
+    ends = set()
+    for i, sample_ in samples:  # exactly one each
+        ends.add(sample_.finish_reason)
+        assert len(sample_.weight_versions) <= 1, "what a pause did not end began after it"
+        for span in sample_.weight_versions:
+            assert list(sample_.token_ids) == wanted[made[span["version"]]][i][: len(sample_.token_ids)]
+    assert ends == {"length", "abort"}
+    until(lambda: [server.holds()[k] for k in ("calls", "running", "waiting", "free_blocks")] == [0, 0, 0, OPTIONS["num_blocks"]])
