@@ -22,6 +22,8 @@ DEFAULT_BUCKET_BYTES = 32 << 20
 MAX_TENSORS = 1 << 17
 MAX_BUCKETS = 1 << 17
 """what an engine takes in one manifest: more (a 300 B model in buckets of 4 MB is half of it) would keep its thread busy for seconds"""
+MAX_SLICES = 1 << 13
+"""of one tensor"""
 _MAX_NAME, _MAX_SENDER = 512, 1 << 31
 
 
@@ -219,6 +221,8 @@ def _read_tensor(raw: Any, where: str) -> TensorEntry:
         raise ManifestError([*problems, f"{name}: shape must be a list of at most 8 ints >= 0, got {_show(shape)}"])
     whole = [[0, [0] * len(shape), list(shape)]]
     raw_slices = raw.get("slices", whole)
+    if isinstance(raw_slices, list | tuple) and len(raw_slices) > MAX_SLICES:
+        raise ManifestError([*problems, f"{name}: slices must be at most {MAX_SLICES}, got {len(raw_slices)}"])
     slices = []
     for s in raw_slices if isinstance(raw_slices, list | tuple) else [None]:
         if not (isinstance(s, list | tuple) and len(s) == 3 and _is_int(s[0]) and s[0] < _MAX_SENDER and _ints(s[1]) and _ints(s[2])):

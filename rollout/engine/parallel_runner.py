@@ -128,17 +128,17 @@ class RankGroups:
         self._ranks.call("leave_group", [name], lambda: self._own.leave(name))  # nobody is in an older one any more
         return self._own.bind(name, host, port)
 
-    def join(self, name: str, *, rank: int, timeout_s: float, **facts: Any) -> None:
-        """Raises the first rank's error; then none is in it."""
-        own = lambda: self._own.join(name, rank=rank, timeout_s=timeout_s, **facts)  # noqa: E731
+    def join(self, name: str, *, port: int, rank: int, timeout_s: float, **facts: Any) -> None:
+        """Raises the first rank's error; then none is in it. One of that name that was bound meanwhile is left alone."""
+        own = lambda: self._own.join(name, port=port, rank=rank, timeout_s=timeout_s, **facts)  # noqa: E731
         try:
-            self._ranks.call("join_group", [name, rank, timeout_s, facts], own, timeout_s=timeout_s + CALL_TIMEOUT_S)
+            self._ranks.call("join_group", [name, rank, timeout_s, {"port": port, **facts}], own, timeout_s=timeout_s + CALL_TIMEOUT_S)
         except Exception:
-            self.leave(name)
+            self.leave(name, port)
             raise
 
-    def leave(self, name: str) -> bool:
-        return any(self._ranks.call("leave_group", [name], lambda: self._own.leave(name)))
+    def leave(self, name: str, port: int | None = None) -> bool:
+        return any(self._ranks.call("leave_group", [name, port], lambda: self._own.leave(name, port)))
 
     def status(self) -> dict[str, dict[str, Any]]:
         return self._own.status()

@@ -72,6 +72,7 @@ class EngineProcess:
         self._factory, self._on_progress = factory, on_progress
         self._waiters: dict[str, _Waiter] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._late: dict[int, Callable[[Any], None]] = {}
         self._numbers = 0
         self._stopping = False
         self._ready = asyncio.Event()
@@ -153,7 +154,8 @@ class EngineProcess:
     async def published(self, timeout_s: float) -> None:
         """Return once the engine has published its state anew, or has ended, or after that time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._published.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for loses a cancellation that comes with the event
+                await self._published.wait()
 
     def share(self, params: SamplingParams) -> int:
         """Tell the engine of params that several requests have in common, under the key returned, until `unshare`."""
@@ -190,15 +192,26 @@ class EngineProcess:
         """`command`, for verbs whose arguments have names of ours."""
         return await self._ask(repr(verb), timeout_s, "command", verb, args)
 
-    async def _ask(self, what: str, timeout_s: float, kind: str, *message: Any) -> Any:
+    async def _ask(self, what: str, timeout_s: float, kind: str, *message: Any, late: Callable[[Any], None] | None = None) -> Any:
+        """A reply. `late` is called with one that comes when nobody waits for it any more."""
         number = self._send_numbered(kind, *message)
         future = self._replies[number] = asyncio.get_running_loop().create_future()
+        if late is not None:
+            self._late[number] = late
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await future
         except TimeoutError:
             raise EngineDead(f"the engine did not answer {what} within {timeout_s:g} s (phase {self.snapshot.phase})") from None
         finally:
             del self._replies[number]
+
+    async def _loaded(self, timeout_s: float) -> None:
+        """Return once the engine serves: lanes do not wait for it."""
+        if not self._ready.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.ready()
 
     async def aside(self, lane: str, verb: str, timeout_s: float = 60.0, **args: Any) -> Any:
         """Run what may take long beside the steps, in order with what the same lane was given before (see engine/loop.py)."""
@@ -206,7 +219,20 @@ class EngineProcess:
 
     async def run_aside(self, lane: str, verb: str, args: dict[str, Any], timeout_s: float = 60.0) -> Any:
         """`aside`, for verbs whose arguments have names of ours."""
+        await self._loaded(timeout_s)
         return await self._ask(repr(verb), timeout_s, "aside", lane, verb, args)
+
+    async def open(self, verb: str, args: dict[str, Any], timeout_s: float = COMMAND_S, lane: str | None = None) -> Any:
+        """Open a weight update, by a command or (`lane`) aside. Should it come about after its caller was told that it did not, it is
+        aborted: nobody knows of it."""
+        message = ("command", verb, args) if lane is None else ("aside", lane, verb, args)
+        await self._loaded(timeout_s)
+        return await self._ask(repr(verb), timeout_s, *message, late=self._drop_update)
+
+    def _drop_update(self, opened: dict[str, Any]) -> None:
+        told = {"update_id": opened["id"], "reason": "its caller was told that it could not be opened", "cause": "connection"}
+        with contextlib.suppress(EngineDead):
+            self._send_numbered("command", "abort_update", told)
 
     async def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], timeout_s: float = 60.0) -> Any:
         """Have a chunk of a weight update received and taken in."""
@@ -312,12 +338,14 @@ class EngineProcess:
             waiter.deliver(request_id, error_from_wire(error))
 
     def _got_reply(self, number: int, ok: bool, value: Any) -> None:
-        future = self._replies.get(number)
+        future, late = self._replies.get(number), self._late.pop(number, None)
         if future is not None and not future.done():
             if ok:
                 future.set_result(value)
             else:
                 future.set_exception(error_from_wire(value))
+        elif late is not None and ok:
+            late(value)
 
     def _got_stats(self, stats: dict[str, Any]) -> None:
         self.snapshot.stats, self.snapshot.stats_at = stats, time.monotonic()

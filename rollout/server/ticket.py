@@ -134,7 +134,8 @@ class Ticket:
         """Give a reader that has all a moment to leave: who has read a reply to its end may ask for it again at once."""
         if self._has_all:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), LEAVING_S)
+                async with asyncio.timeout(LEAVING_S):
+                    await self._left.wait()
 
     def attach(self, stream: str) -> None:
         """A reader begins, with everything from the beginning. IllegalState if there is one already."""

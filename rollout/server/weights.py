@@ -71,7 +71,7 @@ async def open_update(request: Request) -> Response:
     elif "manifest" not in got:
         raise BadRequest("manifest is missing: name the tensors", field="manifest")
     else:
-        opening = service.engine.aside(f"open {uuid.uuid4().hex}", "open_manifest", OPEN_S, **got)
+        opening = service.engine.open("open_manifest", got, OPEN_S, f"open {uuid.uuid4().hex}")
     opened = await hold.opened(request, service, opening)
     note(request, {"update": opened["id"], "version": opened["version"]})
     return hold.hold(request, service, opened) if held else reply(request, opened)
@@ -103,7 +103,7 @@ async def _open_folder(engine: EngineProcess, got: dict[str, Any]) -> Any:
     if "manifest" in got:
         raise BadRequest("manifest must be left out: the folder's headers are the manifest", field="manifest")
     patience_s = OPEN_S + (got.get("deadline_s", DEFAULT_UPDATE_S) if got.get("commit") else 0.0)
-    return await engine.aside(f"folder {uuid.uuid4().hex}", "open_folder", patience_s, folder=told["folder"], **got)
+    return await engine.open("open_folder", {"folder": told["folder"], **got}, patience_s, f"folder {uuid.uuid4().hex}")
 
 
 @router.get("/v1/weights/updates/{update_id}", openapi_extra=route("Weights", "control", gives="Update", errors=(404,)))

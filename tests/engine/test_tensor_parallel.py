@@ -190,6 +190,18 @@ def test_a_timeout_of_rank_0s_own_part_is_the_callers_and_no_lost_rank(pair: Eng
     assert pair.runner.updates.digests()
 
 
+def test_a_join_that_fails_leaves_a_group_of_that_name_that_was_bound_meanwhile(pair: Engine) -> None:
+    groups = pair.control.groups
+    groups.bind("t", "127.0.0.1")
+    failing = threading.Thread(target=lambda: pytest.raises(IllegalState, groups.join, "t", timeout_s=20))
+    failing.start()
+    time.sleep(0.3)
+    place = groups.bind("t", "127.0.0.1")
+    failing.join(20)
+    assert groups.status()["t"] == {"state": "forming", "host": place["host"], "port": place["port"]}
+    assert groups.leave("t")["changed"]
+
+
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

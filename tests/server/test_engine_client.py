@@ -87,3 +87,47 @@ def test_a_very_long_line_of_stderr_does_not_end_its_reader(capsys: pytest.Captu
 
     asyncio.run(asyncio.wait_for(run(), 10))
     assert "last words" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["published", "reply"])
+def test_a_cancellation_that_comes_with_the_news_is_not_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    async def run() -> None:
+        engine = EngineProcess(EngineConfig(model="fake"))
+        monkeypatch.setattr(engine, "_send", lambda *message: None)
+
+        async def work() -> None:
+            while True:
+                await (engine.published(5.0) if what == "published" else engine.command("status"))
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0.01)
+        engine._wake_watchers() if what == "published" else engine._got_reply(1, True, {})
+        await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=1)
+        assert done
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("lane", [None, "open"])
+def test_an_open_that_comes_about_after_it_was_told_to_have_failed_is_aborted(monkeypatch: pytest.MonkeyPatch, lane: str | None) -> None:
+    async def run() -> None:
+        engine = EngineProcess(EngineConfig(model="fake"))
+        engine._ready.set()
+        sent: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(engine, "_send", lambda *message: sent.append(message))
+        for late in (True, False):
+            opening = asyncio.create_task(engine.open("open_update", {}, 0.05 if late else 5.0, lane))
+            await asyncio.sleep(0.01)
+            number = sent[-1][1]
+            if late:
+                with pytest.raises(EngineDead, match=r"did not answer 'open_update' within 0\.05 s"):
+                    await opening
+            engine._got_reply(number, True, {"id": "u"})
+            if not late:
+                assert await opening == {"id": "u"}
+        aborts = [message for message in sent if message[2] == "abort_update"]
+        assert len(aborts) == 1 and aborts[0][3]["update_id"] == "u" and not engine._late
+
+    asyncio.run(asyncio.wait_for(run(), 10))

@@ -50,9 +50,11 @@ class Groups:
     def backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def _replace(self, name: str, entry: _Entry | None) -> bool:
-        """Put `entry` in a name's place; what was there is torn down. True if there was something."""
+    def _replace(self, name: str, entry: _Entry | None, port: int | None = None) -> bool:
+        """Put `entry` in a name's place; what was there is torn down. True if there was something (`port`: that meets there)."""
         with self._lock:
+            if port is not None and name in self._entries and self._entries[name].port != port:
+                return False
             old = self._entries.pop(name, None)
             if entry is not None:
                 if len(self._entries) >= MAX_GROUPS:
@@ -122,9 +124,9 @@ class Groups:
         group.close("another took its name")
         raise group.error("joining", "somebody left it or formed another of that name meanwhile")
 
-    def leave(self, name: str) -> bool:
-        """Tear a group down; what waits on it fails soon. False if there is none of that name."""
-        return self._replace(name, None)
+    def leave(self, name: str, port: int | None = None) -> bool:
+        """Tear a group down; what waits on it fails soon. False if there is none of that name (`port`: that meets there)."""
+        return self._replace(name, None, port)
 
     def get(self, name: str) -> Group:
         """Raises GroupError if there is none of that name that can be used."""

@@ -93,9 +93,8 @@ class SglangState:
         """A new update."""
         version = self.number(text, self.state()["weights"]["version"])
         mode = "full" if self._failed else None
-        opened = await self._engine.command(
-            "open_update", version=version, mode=mode, owner=OWNER, kv_policy=kv_policy, transport={"name": "mixed"}
-        )
+        options = {"version": version, "mode": mode, "owner": OWNER, "kv_policy": kv_policy}
+        opened = await self._engine.open("open_update", {**options, "transport": {"name": "mixed"}})
         self.session = Session(opened["id"], begun)
         return self.session
 

@@ -185,7 +185,7 @@ async def start_weight_update(request: Request) -> Response:
     _check_none_open(service, state)
     if state.layout is None:
         raise IllegalState(f"no trainer's group is formed ({state.ended}): POST /init_weight_transfer_engine")
-    opened = await service.engine.command("open_update", owner=OWNER, transport={"name": "collective", "group": GROUP})
+    opened = await service.engine.open("open_update", {"owner": OWNER, "transport": {"name": "collective", "group": GROUP}})
     state.update_id, state.finished = opened["id"], None
     return reply(request, {"message": "Weight update started", "update": opened["id"]})
 
