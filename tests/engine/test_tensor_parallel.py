@@ -190,13 +190,17 @@ def test_a_timeout_of_rank_0s_own_part_is_the_callers_and_no_lost_rank(pair: Eng
     assert pair.runner.updates.digests()
 
 
-def test_a_join_that_fails_leaves_a_group_of_that_name_that_was_bound_meanwhile(pair: Engine) -> None:
-    groups = pair.control.groups
+def test_a_join_that_fails_leaves_a_group_of_that_name_that_was_bound_meanwhile(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, bound = pair.control.groups, threading.Event()
+    ranks: Any = pair.runner.updates.groups
+    leave = ranks.leave
+    monkeypatch.setattr(ranks, "leave", lambda *args: bound.wait(20) and leave(*args))
     groups.bind("t", "127.0.0.1")
     failing = threading.Thread(target=lambda: pytest.raises(IllegalState, groups.join, "t", timeout_s=20))
     failing.start()
     time.sleep(0.3)
     place = groups.bind("t", "127.0.0.1")
+    bound.set()
     failing.join(20)
     assert groups.status()["t"] == {"state": "forming", "host": place["host"], "port": place["port"]}
     assert groups.leave("t")["changed"]
