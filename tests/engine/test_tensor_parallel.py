@@ -196,7 +196,12 @@ def test_a_join_that_fails_leaves_a_group_of_that_name_that_was_bound_meanwhile(
     leave = ranks.leave
     monkeypatch.setattr(ranks, "leave", lambda *args: bound.wait(20) and leave(*args))
     groups.bind("t", "127.0.0.1")
-    failing = threading.Thread(target=lambda: pytest.raises(IllegalState, groups.join, "t", timeout_s=20))
+
+    def join() -> None:
+        with pytest.raises(IllegalState):
+            groups.join("t", timeout_s=20)
+
+    failing = threading.Thread(target=join)
     failing.start()
     time.sleep(0.3)
     place = groups.bind("t", "127.0.0.1")
