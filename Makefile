@@ -18,13 +18,16 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test check lint types layers bench docs readme ci clean
+.PHONY: help setup demo live serve test check lint types layers bench docs readme ci clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(VENV)/.native $(VENV)/.model  ## sample from SmolLM2-135M over HTTP and prove the bits; ends by itself
 	@$(PY) examples/demo.py $(ARGS)
+
+live: $(VENV)/.native $(VENV)/.model  ## a server that samples on while a trainer process updates it ten times; one minute
+	@$(PY) examples/live_update.py "$$($(PY) examples/demo.py --where folder)"
 
 serve: $(VENV)/.native $(VENV)/.model  ## serve SmolLM2-135M, or MODEL=..., until Ctrl-C (flags in ARGS=...)
 	@$(VENV)/bin/rollsync serve "$(MODEL)" $(ARGS)

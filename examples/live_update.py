@@ -1,8 +1,8 @@
 """A server keeps sampling while a trainer process changes its weights ten times.
 
-    python examples/live_update.py MODEL
+    python examples/live_update.py FOLDER
 
-MODEL is a folder with safetensors. The trainer is a second process: each of its "steps" adds a little noise to the weights and hands
+FOLDER is a model's, with safetensors (`make live` takes the demo's). The trainer is a second process: each of its "steps" adds a little noise to the weights and hands
 them over in shared memory (`WeightSender`). Every sample says which of its tokens came from which version.
 """
 
@@ -55,9 +55,11 @@ def sample(url: str, trainer: subprocess.Popen[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="FOLDER")
     parser.add_argument("--train", metavar="URL", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not any(Path(args.model).glob("*.safetensors")):
+        parser.error(f"FOLDER must hold a model as safetensors files, got {args.model}")
     if args.train:
         train(args.train, args.model)
         return 0

@@ -469,8 +469,10 @@ class Control(Pauses):
         too_new = scheduler.abort([r for r in scheduler.begun() if (r.spec.min_version or 0) > update.version], "min_version")
         self._outputs += too_old + too_new
         update.report["outdated"] = len(too_old) + len(too_new)
-        if self.freezes:
-            return True  # what runs was frozen with its KV; other modes left nothing running
+        if self.freezes:  # what runs was frozen with its KV; other modes left nothing running
+            if update.kv_policy != "keep":
+                update.report["kept_by_pause"] = len(scheduler.begun())
+            return True
         if update.kv_policy == "abort":
             outputs = scheduler.abort(scheduler.begun(), "weight update")
             self._outputs += outputs

@@ -9,7 +9,13 @@ from .checks import Schema, nullable, ref
 from .schemas import BOOLEAN, COUNT, INTEGER, NUMBER, OBJECT, STRING, Item, array, column, reply_schema
 
 _DOCS = field_docs(SampleOutput)
-_SPAN = reply_schema("", Item("version", INTEGER), Item("start", COUNT), Item("end", COUNT))
+_SPAN = reply_schema(
+    "",
+    Item("version", INTEGER),
+    Item("start", COUNT),
+    Item("end", COUNT),
+    Item("mixed_kv", COUNT, "1: drawn on KV that older weights made in part", always=False),
+)
 ERROR = {"$ref": "#/components/schemas/Error/properties/error"}
 IDS = {"type": "array", "items": INTEGER, "x-msgpack-array": "<i4"}
 _PROMPT_INDEX = Item("prompt_index", COUNT, "which of the prompts sent, from 0")
