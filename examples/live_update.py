@@ -2,8 +2,8 @@
 
     python examples/live_update.py FOLDER
 
-FOLDER is a model's, with safetensors (`make live` takes the demo's). The trainer is a second process: each of its "steps" adds a little noise to the weights and hands
-them over in shared memory (`WeightSender`). Every sample says which of its tokens came from which version.
+FOLDER is a model's, with safetensors (`make live` takes the demo's). The trainer is a second process: each of its "steps" adds a little
+noise to the weights and hands them over in shared memory (`WeightSender`). Every sample says which of its tokens came from which version.
 """
 
 from __future__ import annotations
