@@ -9,21 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from .control import EngineLost, HttpControl, UpdateControl, UpdateError
 from .digest import combine
 from .fill import Fill, fill
-from .manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, ManifestError, plan
+from .manifest import DEFAULT_BUCKET_BYTES, Manifest, ManifestError, plan
+from .packing import stream
 from .ranks import Alone, Ranks, agree, together
 from .ranks import DistRanks as DistRanks
-from .receiver import TORCH_DTYPES
 from .replicas import LOOK_S, Failure, Flights, Replica, Round
 from .sources import WeightSource
 from .transports.base import HttpTransport, Transport
@@ -33,13 +30,6 @@ from .transports.ipc import SharedBuffers
 from .transports.shards import Reshard
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"http": HttpTransport, "ipc": SharedBuffers, "collective": Broadcast, "reshard": Reshard}
-
-
-def _typed(buffer: memoryview | Tensor, dtype: torch.dtype, start: int, count: int) -> Tensor:
-    """`count` elements of a buffer from byte `start` on."""
-    if isinstance(buffer, Tensor):
-        return buffer[start : start + count * dtype.itemsize].view(dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start)
 
 
 @dataclass(kw_only=True)
@@ -297,49 +287,8 @@ class WeightSender:
             flights.land(0)
         if isinstance(self._transport, Reshard):
             return self._transport.stream(manifest, self._source, flights, ids, self._fill)
-        parts: dict[str, int] = {}
-        buckets = manifest.buckets_of(self._ranks.rank)
-        pieces = self._pieces(manifest, buckets)
-        for number, bucket in enumerate(buckets):
-            index = number % self._transport.num_buffers
-            flights.land(index)  # the buffer is free again
-            if not flights.still:
-                break
-            buffer = self._transport.buffer(index)
-            for piece in bucket.pieces:
-                tensor = manifest.tensors[piece.tensor]
-                values = next(pieces)
-                dtype = TORCH_DTYPES[tensor.dtype]
-                target = _typed(buffer, dtype, piece.start, piece.box.elements).view(piece.box.length)
-                part = self._fill(target, values, piece.box, tensor.shape)
-                parts[tensor.name] = combine([parts.get(tensor.name, 0), part])
-            for replica in flights.still:
-                self._transport.start(replica.control, bucket, index)
-            flights.launch(index, self._hand_over, ids, bucket, index)
-        flights.land_all()
-        if self._ranks.size > 1 or not failed:
-            for _ in pieces:  # a collective source must be drained on every rank
-                pass
-        return parts
-
-    def _hand_over(self, replica: Replica, ids: dict[str, str], bucket: Bucket, index: int) -> None:
-        self._transport.send(replica.control, ids[replica.address], bucket, index)
-
-    def _pieces(self, manifest: Manifest, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-        """Values of every piece of this rank's buckets, in order, out of the source's boxes."""
-        rank, wanted = self._ranks.rank, [p for b in buckets for p in b.pieces]
-        at = 0
-        for name, values in self._source:
-            while at < len(wanted) and manifest.tensors[wanted[at].tensor].name == name:
-                piece = wanted[at]
-                mine = (s.box for s in manifest.tensors[piece.tensor].slices if s.sender == rank)
-                held = next(box for box in mine if box.intersect(piece.box) is not None)
-                yield values[piece.box.within(held).slices()]
-                at += 1
-                if held.end == piece.box.end:
-                    break  # this box is through; the source goes on with the next
-        if at < len(wanted):
-            raise UpdateError(f"the source ended before {manifest.tensors[wanted[at].tensor].name}")
+        rank, everywhere = self._ranks.rank, self._ranks.size > 1
+        return stream(manifest, self._source, self._transport, flights, ids, self._fill, rank=rank, drain=everywhere)
 
     def _abandon(self, replicas: Sequence[Replica], ids: dict[str, str], reason: str) -> None:
         """Let go of what these engines have of an update; one that does not answer drops it by itself, as nobody holds it any more."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import DuplicateRequest, EngineDead, RollsyncError
-from .loop import EngineLike, EngineLoop, Heartbeat
+from .commands import EngineLike
+from .loop import EngineLoop, Heartbeat
 from .types import RolloutRequest, SampleOutput
 
 

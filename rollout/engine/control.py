@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...weight_sync.manifest import Manifest, ManifestError, TensorEntry, read_tensors
+from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
 from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused, describe
-from .config import APPLY
 from .folder_update import FolderUpdate
-from .lifecycle import SLEEP_OWNER, UPDATE_OWNER, check_choice, check_seconds
-from .pauses import Pauses, named
+from .lifecycle import UPDATE_OWNER, check_choice
+from .live_reads import LiveReads
+from .update_record import DEFAULT_UPDATE_S, Update, check_options
 from .update_stats import CAUSES, UpdateStats
 from .weight_groups import GroupCalls
 
@@ -27,63 +26,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KV_POLICIES = ("recompute", "keep", "abort")
-MODES = ("full", "partial")
-DEFAULT_UPDATE_S = 600.0
 REMEMBERED_UPDATES = 64
 
 
-@dataclass(kw_only=True, slots=True)
-class Update:
-    """One weight update, from open to its end."""
-
-    id: str
-    nbytes: int
-    version: int
-    mode: str | None
-    """full or partial; None until the commit of an update that grew"""
-    apply: str
-    kv_policy: str
-    owner: str
-    expires_at: float
-    deadline_s: float
-    refuse_nonfinite: bool
-    expected: Mapping[str, int] | None = None
-    """digests by name known at open; a commit that brings its own has the last word"""
-    state: str = "open"
-    """open, committed or aborted"""
-    phase: str = "receiving"
-    """while open: receiving, or checking or switching in a commit"""
-    reason: str | None = None
-    report: dict[str, Any] = field(default_factory=dict)
-    """what the commit did"""
-    tensors: int = 0
-    """how many it names"""
-    names: list[str] = field(default_factory=list)
-    """the first of them, unless it is full"""
-    opened_at: float = 0.0
-    reads_folder: bool = False
-    """its bytes come from a folder, by nobody's calls"""
-
-    def status(self) -> dict[str, Any]:
-        shown = {name: getattr(self, name) for name in ("id", "version", "mode", "apply", "kv_policy", "owner", "state", "reason")}
-        return {**shown, "bytes": self.nbytes, "tensors": self.tensors, **self.report}
-
-    def name(self, tensors: Sequence[TensorEntry]) -> None:
-        """Count tensors that it brings."""
-        self.tensors += len(tensors)
-        if self.mode != "full":
-            self.names = named([*self.names, *(t.name for t in tensors)])
-
-
-class Control(Pauses):
+class Control(LiveReads):
     """The verbs of one engine. `engine.control`."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(engine, clock)
         self.update_stats = UpdateStats(clock)
-        self.updates: dict[str, Update] = {}
-        """the last ones, by id; at most one is open"""
+        self.updates = {}
         self.groups = GroupCalls(lambda: engine.runner.updates.groups)
 
     @property
@@ -124,53 +76,6 @@ class Control(Pauses):
                 self._abort_lost()
         self.update_stats.note_pause(self.lifecycle.paused)
 
-    # Memory
-
-    def sleep(self, tags: Sequence[str] | None = None, weights: str = "offload") -> dict[str, Any]:
-        """Give memory to the system, under a lease of its own. Requests stay; they are computed anew after `wake`.
-
-        Args:
-            tags: of weights and kv_cache; None means both.
-            weights: offload (to a file) or discard (invalid until a full update commits).
-
-        Returns:
-            "freed_bytes" by tag, as the system counts them.
-
-        Raises:
-            IllegalState: an update is open, or there is no room for the weights to be kept in; then they are where they were.
-        """
-        moves = self.lifecycle.plan_sleep(tags, weights)
-        report: dict[str, Any] = {"changed": bool(moves), "freed_bytes": {}}
-        for tag, state in moves.items():
-            if tag == "kv_cache":
-                report["recompute_tokens"] = self._engine.scheduler.preempt_all()
-                self._engine.scheduler.blocks.reset_cache()
-            try:
-                report["freed_bytes"][tag] = self._engine.runner.sleep(tag, keep=state == "offloaded")
-            except (OSError, MemoryError) as error:
-                raise IllegalState(f"{tag} cannot sleep: {error}; it stays as it was, free some room or discard it") from error
-            self.lifecycle.hold(SLEEP_OWNER, "recompute")
-            self.lifecycle.moved(tag, state)
-        return report
-
-    def wake(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Have memory back. Only sleep's own lease is given back, and only once nothing is asleep: another's pause survives.
-
-        Raises:
-            IllegalState: the memory is not to be had; it stays asleep and `wake` may be tried again.
-        """
-        moves = self.lifecycle.plan_wake(tags)
-        for tag in moves:
-            try:
-                self._engine.runner.wake(tag)
-            except (OSError, MemoryError) as error:
-                raise IllegalState(f"{tag} cannot wake: {error}; it stays asleep, try again") from error
-            self.lifecycle.moved(tag, "resident")
-        if not self.lifecycle.asleep:
-            self.lifecycle.release(SLEEP_OWNER)
-        reason = self.lifecycle.why_not_running()
-        return {"changed": bool(moves), "asleep": list(self.lifecycle.asleep), "running": reason is None, "reason": reason}
-
     # Weight updates
 
     def open_update(
@@ -205,7 +110,7 @@ class Control(Pauses):
         state = self.lifecycle
         mode = "full" if mode is None and manifest is not None else mode
         apply = self._engine.config.apply if apply is None else apply
-        self._check_options(mode, apply, kv_policy, version, deadline_s)
+        check_options(self._engine.config.apply, mode, apply, kv_policy, version, deadline_s)
         version = state.version + 1 if version is None else version
         self._check_base(version, base_version, mode, force)
         try:
@@ -246,18 +151,6 @@ class Control(Pauses):
         if apply == "in_place":
             state.hold(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep")
         return update
-
-    def _check_options(self, mode: str | None, apply: str, kv_policy: str, version: int | None, deadline_s: float) -> None:
-        """BadRequest for a value that no update can be opened with on this engine."""
-        if mode is not None:
-            check_choice("mode", mode, MODES)
-        check_choice("kv_policy", kv_policy, KV_POLICIES)
-        check_choice("apply", apply, APPLY)
-        if apply == "staged" and self._engine.config.apply != "staged":
-            raise BadRequest("apply must be in_place: this engine was started with apply = in_place, without a second copy", "apply")
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
-            raise BadRequest(f"version must be an int >= 0, got {version!r}", field="version")
-        check_seconds("deadline_s", deadline_s)
 
     def _abort_lost(self) -> None:
         """End an update whose sender is gone, so that the next one need not wait for its deadline."""
@@ -338,51 +231,6 @@ class Control(Pauses):
         if update.state != "open":
             raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): nothing more is taken in")
         return update
-
-    def digests(self) -> dict[str, str]:
-        """Digest of every live tensor by name, in hexadecimal and the engine's dtype; from any thread.
-
-        Raises:
-            IllegalState: the weights are not there, or keep changing.
-        """
-        found = self._read_live(self._engine.runner.updates.digests)
-        return {name: f"{value:016x}" for name, value in found.items()}
-
-    def _read_live(self, read: Callable[[], Any]) -> Any:
-        """What `read` finds in the live weights, beside the engine's thread: of one version, never in the middle of a change."""
-        for _ in range(3):
-            before = self._live_state()
-            found = read()
-            if before is not None and before == self._live_state():
-                return found
-        raise IllegalState("the weights changed while they were read, three times: try again")
-
-    def _live_state(self) -> tuple[Any, ...] | None:
-        """What differs once the live weights do; None during a switch. IllegalState: they are away, or written to at this time."""
-        state = self.lifecycle
-        update = self.updates.get(state.update or "")
-        if state.memory["weights"] != "resident" or (update is not None and update.apply == "in_place"):
-            raise state.illegal("reading the weights")
-        return None if update is not None and update.phase == "switching" else (state.epoch, state.memory_moves, state.invalid)
-
-    def weight_values(self, name: str, rows: int) -> dict[str, Any]:
-        """The first rows of a live tensor by its checkpoint name, as "values" (nested lists), and its "shape"; from any thread.
-
-        Raises:
-            IllegalState: the weights are not there, or keep changing. ValueError: the model has no tensor of this name.
-        """
-        found = self._read_live(lambda: self._engine.runner.updates.values(name, rows))
-        shape = found["shape"]
-        values = [[0.0] * (shape[1] if len(shape) == 2 else 1) for _ in range(min(rows, shape[0]))]
-        for row, col, piece in found["pieces"]:
-            for i, part in enumerate(piece):
-                values[row + i][col : col + len(part)] = part
-        return {"shape": shape, "values": values if len(shape) == 2 else [v for (v,) in values]}
-
-    def shards(self) -> list[dict[str, list[list[list[int]]]]]:
-        """What each rank keeps: [offsets, lengths] of boxes by checkpoint name; from any thread."""
-        ranks = self._engine.runner.updates.wanted()
-        return [{name: [[list(b.offset), list(b.length)] for b in boxes] for name, boxes in rank.items()} for rank in ranks]
 
     def find_update(self, update_id: str) -> Update:
         """Raises UnknownUpdate for an id that is unknown or forgotten."""

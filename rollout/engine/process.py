@@ -28,9 +28,10 @@ import zmq
 
 from ..errors import RollsyncError, describe
 from ..wire import COLUMNS, error_to_wire, pack_array
+from .commands import EngineLike
 from .config import EngineConfig
 from .lifeline import die_with_parent, killed_with_parent
-from .loop import EngineLike, EngineLoop
+from .loop import EngineLoop
 from .params import SamplingParams
 from .rank_processes import RankProcesses
 from .types import RolloutRequest, SampleOutput

@@ -15,8 +15,8 @@ from starlette.routing import BaseRoute
 
 from ...weight_sync.names import TRANSPORTS
 from ..engine.config import APPLY
-from ..engine.control import KV_POLICIES, MODES
 from ..engine.process import memory_bytes
+from ..engine.update_record import KV_POLICIES, MODES
 from ..errors import NotReady
 from ..wire import PROTOCOL_VERSION
 from .rollouts import RolloutService

@@ -6,10 +6,10 @@ from typing import Any
 
 from ...weight_sync.manifest import MAX_TENSORS
 from ...weight_sync.names import TRANSPORTS
-from ..engine.control import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..engine.lifecycle import MEMORY_TAGS, PAUSE_MODES, WEIGHTS_ASLEEP
 from ..engine.pauses import MAX_NAMED
 from ..engine.types import VERSION_LIMIT
+from ..engine.update_record import DEFAULT_UPDATE_S, KV_POLICIES, MODES
 from ..errors import BadRequest
 from .checks import (
     Field,

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..engine.control import DEFAULT_UPDATE_S
 from ..engine.lifecycle import MEMORY_TAGS
 from ..engine.loop import COMMAND_S
+from ..engine.update_record import DEFAULT_UPDATE_S
 from ..errors import BadRequest, show
 from . import control, hold
 from .audit import note

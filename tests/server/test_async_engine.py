@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rollsync import RolloutRequest, SamplingParams
 from rollsync.rollout.engine.async_engine import AsyncEngine
-from rollsync.rollout.engine.loop import VERBS
+from rollsync.rollout.engine.commands import VERBS
 from rollsync.rollout.errors import BadRequest, DuplicateRequest, EngineDead, PromptTooLong, RollsyncError
 
 Maker = Callable[[], Any]

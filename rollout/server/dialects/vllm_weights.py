@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine.control import DEFAULT_UPDATE_S
+from ...engine.update_record import DEFAULT_UPDATE_S
 from ...errors import BadRequest, IllegalState, NotSupported, RollsyncError, UpdateRefused
 from .. import control
 from ..checks import Field, boolean, check, choice, described_by, fail, integer, mapping, object_schema, read, seconds, string, strings
