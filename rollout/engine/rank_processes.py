@@ -228,12 +228,16 @@ class RankProcesses:
             if future in late:
                 self._lose(f"tensor parallel rank {rank} did not answer {name} within {timeout_s:g} s")
                 raise self.lost or EngineDead("the engine is closed")
-            if (failed := future.exception()) is None:
+            try:
                 values[rank] = future.result()
-            elif isinstance(failed, Exception):
-                errors.append(failed)
+            except Exception as error:
+                errors.append(error)
+        futures.clear()
         if errors:
-            raise next((e for e in errors if isinstance(e, EngineDead)), errors[0])
+            try:
+                raise next((e for e in errors if isinstance(e, EngineDead)), errors[0])
+            finally:
+                errors.clear()  # it holds this frame: were it held in turn, what it is about (sockets) would stay open for a while
         return [values[rank] for rank in ranks]
 
     def _send(self, rank: _Rank, name: str, args: list[Any]) -> Future[Any]:

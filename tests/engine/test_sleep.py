@@ -118,11 +118,12 @@ with Engine(sys.argv[1], load_format="random", num_blocks=512, block_tokens=16, 
     kv, weights = engine.info.kv_bytes, engine.info.weight_bytes
     engine.runner._kv._thread.join()  # populates the pool
     base = resident_bytes()
-    for _ in range(int(sys.argv[2])):
+    for cycle in range(int(sys.argv[2])):
+        before = resident_bytes()
         freed = engine.control.sleep()["freed_bytes"]
         assert freed["kv_cache"] >= 0.95 * kv and freed["weights"] >= 0.95 * weights, freed
-        gone = base - resident_bytes()
-        assert gone >= 0.95 * (kv + weights), (gone, kv, weights)
+        gone = before - resident_bytes()
+        assert gone >= 0.95 * (kv + weights), (cycle, base, before, freed, gone, kv, weights)
         engine.control.wake()
         engine.runner._kv._thread.join()
         back = resident_bytes() - base
