@@ -20,6 +20,7 @@ from real_engine import bits, changed, finals, make_requests, run
 from rollsync import Engine, EngineConfig
 from rollsync.kernels.native_lib import available_builds
 from rollsync.kernels.program import NativeProgram
+from rollsync.rollout.engine import rank_processes
 from rollsync.rollout.errors import ConfigError, EngineDead, IllegalState, UpdateRefused
 from rollsync.rollout.models.config import load_decoder_config
 from rollsync.rollout.models.params import hf_shapes
@@ -219,7 +220,8 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["killed idle", "raises", "frozen", "deaf", pytest.param("killed at work", marks=pytest.mark.slow)])
-def test_a_lost_rank_ends_the_engine_with_its_words(models: dict[str, str], fault: str) -> None:
+def test_a_lost_rank_ends_the_engine_with_its_words(models: dict[str, str], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "END_S", 0.3)
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     with Engine(models["untied"], tp=2, dtype="bfloat16", **SMALL) as engine:
         runner: Any = engine.runner

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 OPTIONS = {"block_tokens": 16, "num_blocks": 1024, "max_model_len": 2000, "threads": 1}
 FLAGS = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 PROMPT = list(range(3, 23))
+TRANSPORTS = ("http", "ipc", "collective", "disk")
 
 
 def perturbed(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -70,9 +71,13 @@ def sample(client: RolloutClient) -> tuple[list[int], list[float], list[Any]]:
     return list(found.token_ids), list(found.logprobs), list(found.weight_versions)
 
 
-@pytest.mark.parametrize("transport", ["http", "ipc", "collective", "disk"])
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("ranks", ["server", "pair"])
+WAYS = [(ranks, apply, transport) for ranks in ("server", "pair") for apply in ("staged", "in_place") for transport in TRANSPORTS]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apply", "transport"),
+    [pytest.param(*way, marks=pytest.mark.slow if way[:2] == ("pair", "in_place") and way[2] != "ipc" else ()) for way in WAYS],
+)
 def test_after_a_sync_the_server_gives_the_new_bits(
     request: pytest.FixtureRequest, checkpoints: list[Path], ranks: str, transport: str, apply: str
 ) -> None:

@@ -9,6 +9,7 @@ import json
 import socket
 import struct
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -268,7 +269,7 @@ def test_slow_readers_hold_up_nobody_and_are_let_go_of(quick: Any, until: Until)
     assert quick.memory()["front"] < memory + 60
 
 
-def test_a_connection_that_is_reset_leaves_nothing_in_memory() -> None:
+def test_a_connection_that_is_reset_leaves_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer lets go of each update it held by closing the connection, whatever is still to be read from it."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -281,9 +282,18 @@ def test_a_connection_that_is_reset_leaves_nothing_in_memory() -> None:
             assert sock.recv(4096).startswith(b"HTTP/1.1 200")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
+    made: list[weakref.ref[Connection]] = []
+    begin = Connection.connection_made
+
+    def noted(self: Connection, transport: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", noted)
+
     def left() -> int:
         gc.collect()
-        return sum(type(o) is Connection for o in gc.get_objects())
+        return sum(connection() is not None for connection in made)
 
     async def run() -> None:
         sock = bind("127.0.0.1", 0)
@@ -293,8 +303,8 @@ def test_a_connection_that_is_reset_leaves_nothing_in_memory() -> None:
             await asyncio.to_thread(call_and_reset, sock.getsockname()[1])
         end = time.monotonic() + KEEP_ALIVE_S / 2
         while left() and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-        assert left() == 0
+            await asyncio.sleep(0.2)
+        assert len(made) == 5 and left() == 0
         server.should_exit = True
         await serving
 
