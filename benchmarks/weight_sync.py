@@ -155,6 +155,7 @@ class Run:
 
     def memory(self, trainer: Trainer) -> dict[str, Any]:
         """What a first sync adds, in place and staged, on either side."""
+        self._settle()
         found = {}
         for apply in ("in_place", "staged"):
             _forget_peak(self.engine_pid)
@@ -170,6 +171,13 @@ class Run:
                 "seconds": done["syncs"][0]["seconds"],
             }
         return found
+
+    def _settle(self) -> None:
+        """Wait until the engine has backed its KV pool, which it does in its first seconds."""
+        until, last = time.monotonic() + JOB_S, -1
+        while (now := _resident(self.engine_pid)["now"]) - last > (4 << 20) and time.monotonic() < until:
+            last = now
+            time.sleep(1.0)
 
     def transport(self, trainer: Trainer, name: str) -> dict[str, Any]:
         done = trainer.syncs(name, self.args.reps, yardstick=YARDSTICKS[name])

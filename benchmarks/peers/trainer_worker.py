@@ -7,7 +7,6 @@ One JSON line in (`model`, `url`, `nice`, `folder`), one out; then a job a line:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -149,17 +148,9 @@ def syncs(weights: dict[str, torch.Tensor], setup: dict[str, Any], job: dict[str
     return {"bytes": size, "syncs": done, "yardstick_s": rulers, "extra_bytes": max(0, after["peak"] - before["now"])}
 
 
-def be_nice(nice: int) -> None:
-    """Leave the CPUs to others. Before any thread is started: each has its own value."""
-    os.nice(nice)
-    # Where the system groups processes by session, a thread's value counts only within its own group.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(nice))
-
-
 def main() -> None:
     setup = json.loads(sys.stdin.readline())
-    be_nice(setup["nice"])
+    os.nice(setup["nice"])  # before any thread is started: each has its own
     weights = {k: v.clone() for file in sorted(Path(setup["model"]).glob("*.safetensors")) for k, v in load_file(file).items()}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

@@ -21,8 +21,8 @@ IDLE_S = 5.0
 """a thread ends after so long without work"""
 
 
-NICE = 5
-"""of a thread that takes weights in, above the others: where the CPUs are busy with steps, it gets a third of what they do"""
+NICE = 10
+"""of a thread that takes weights in, above the others: where the CPUs are busy with steps, it gets a tenth of what they do"""
 
 
 def outcome(work: Work) -> Any:
