@@ -131,7 +131,6 @@ class Control(LiveReads):
         now = self._clock()
         update = Update(
             id=update_id,
-            nbytes=read.nbytes if read is not None else 0,
             version=version,
             mode=mode,
             apply=apply,
@@ -145,12 +144,16 @@ class Control(LiveReads):
             reads_folder=transport is not None and transport.get("name") == "disk",
         )
         update.name(read.tensors if read is not None else ())
-        self.updates[update_id] = update
-        for old in list(self.updates)[:-REMEMBERED_UPDATES]:
-            del self.updates[old]
+        self._remember(update)
         if apply == "in_place":
             state.hold(self._update_owner(update), "recompute" if kv_policy == "recompute" else "keep")
         return update
+
+    def _remember(self, update: Update) -> None:
+        """Keep it by its id, and the last ones before it."""
+        self.updates[update.id] = update
+        for old in list(self.updates)[:-REMEMBERED_UPDATES]:
+            del self.updates[old]
 
     def _abort_lost(self) -> None:
         """End an update whose sender is gone, so that the next one need not wait for its deadline."""
@@ -223,7 +226,6 @@ class Control(LiveReads):
         entries = read_tensors(tensors)
         chunks = self._engine.runner.updates.extend(update_id, entries, layout)
         update.name(entries)
-        update.nbytes = self._engine.runner.updates.progress().get("bytes", update.nbytes)
         return {"chunks": [list(c) for c in chunks]}
 
     def _still_open(self, update_id: str) -> Update:

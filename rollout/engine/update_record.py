@@ -22,7 +22,6 @@ class Update:
     """One weight update, from open to its end."""
 
     id: str
-    nbytes: int
     version: int
     mode: str | None
     """full or partial; None until the commit of an update that grew"""
@@ -41,6 +40,8 @@ class Update:
     reason: str | None = None
     report: dict[str, Any] = field(default_factory=dict)
     """what the commit did"""
+    nbytes: int = 0
+    """of the tensors it names"""
     tensors: int = 0
     """how many it names"""
     names: list[str] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Update:
 
     def name(self, tensors: Sequence[TensorEntry]) -> None:
         """Count tensors that it brings."""
+        self.nbytes += sum(t.nbytes for t in tensors)
         self.tensors += len(tensors)
         if self.mode != "full":
             self.names = named([*self.names, *(t.name for t in tensors)])

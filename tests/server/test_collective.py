@@ -149,8 +149,8 @@ def test_senders_that_come_and_go_leave_the_server_as_it_was(server: Any, checkp
                 sender.sync()
         return held()
 
-    files, threads = after(1)
-    after(3)
+    files, threads = after(2)
+    after(5)
     until(lambda: held()[0] <= files and held()[1] <= threads, 20)  # threads of calls that are over end after some seconds
 
 

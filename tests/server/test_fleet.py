@@ -204,7 +204,7 @@ def test_a_server_that_is_killed_and_restarted_gets_no_traffic_until_it_holds_th
         fleet = RolloutFleet(urls)
         source.train()
         version = sender.sync().version
-        params = {"seed": 3, "max_tokens": 600, "ignore_eos": True}  # some seconds: what runs is published four times in one
+        params = {"seed": 3, "max_tokens": 900, "ignore_eos": True}  # some seconds: what runs is published four times in one
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(fleet.rollouts(PROMPTS, sampling_params=params)))
         thread.start()

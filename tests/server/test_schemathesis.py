@@ -40,7 +40,7 @@ def check(server: Any, scratch: Path, *flags: str) -> None:
 
 
 def test_what_it_makes_up_is_answered_as_documented(short: Any, tmp_path: Path) -> None:
-    check(short, tmp_path, "--phases", "fuzzing", "--max-examples", "4", "--generation-deterministic")
+    check(short, tmp_path, "--phases", "fuzzing", "--max-examples", "6", "--generation-deterministic")
 
 
 @pytest.mark.slow
