@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,10 @@ class CacheConfig:
     block_tokens: int = 32
     """tokens per KV block; a power of two (32 is the layout the AMX kernels read in place)"""
     memory_bytes: int | None = None
-    """size of the KV pool in bytes, over all ranks; all of it is resident soon after the start; default: a quarter of the available
-    memory, at most 2 GiB"""
+    """size of the KV pool in bytes, over all ranks; all of it is resident soon after the start; default: on the CPU a quarter of the free
+    memory, at most 2 GiB, on a GPU nine tenths of what is free once the weights are loaded"""
+    memory_fraction: float | None = None
+    """size of the KV pool as a part of the memory that is free beside the weights (all copies of them), in (0, 1); memory_bytes wins"""
     num_blocks: int | None = None
     """size of the KV pool in blocks; wins over memory_bytes"""
     prefix_cache: bool = True
@@ -38,6 +41,8 @@ class CacheConfig:
             raise ConfigError(f"cache.block_tokens must be a power of two up to 1024, got {self.block_tokens}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ConfigError(f"cache.memory_bytes must be positive, got {self.memory_bytes}")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
+            raise ConfigError(f"cache.memory_fraction must be a part of the free memory, in (0, 1), got {self.memory_fraction}")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigError(f"cache.num_blocks must be at least 1, got {self.num_blocks}")
 
@@ -74,6 +79,8 @@ class NumericsConfig:
     """CPU threads of a step, on each rank; default: all cores available, divided among ranks (never changes a bit)"""
     kernels: str | None = None
     """CPU kernel build: amx, avx512, avx2 or reference; default: the best this machine runs (never changes a bit)"""
+    cuda_graphs: bool = True
+    """on a GPU, replay steps that only decode as CUDA graphs (never changes a bit)"""
 
     def __post_init__(self) -> None:
         if not _power_of_two(self.k_shards) or self.k_shards > 16:
@@ -96,6 +103,8 @@ class EngineConfig:
     """where the tokenizer is, if not with the model"""
     load_format: str = "auto"
     """auto, safetensors, gguf, random (random weights from config.json), or dummy (none: nothing is served before a full update commits)"""
+    device: str | None = None
+    """cpu, cuda or cuda:N (the first device of several ranks); default: cuda where torch has one and no CPU kernels are named, else cpu"""
     dtype: str | None = None
     """bfloat16 or float32; default: the checkpoint's, float16 read as bfloat16"""
     max_model_len: int | None = None
@@ -124,6 +133,10 @@ class EngineConfig:
             raise ConfigError("tokenizer must name a folder, a .gguf file or a hub id, got an empty string")
         if self.load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise ConfigError(f"device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if self.device not in (None, "cpu") and self.numerics.kernels is not None:
+            raise ConfigError(f"numerics.kernels = {self.numerics.kernels} names a CPU build: leave it out with device = {self.device}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.weights_root is not None and not os.path.isdir(self.weights_root):
@@ -151,6 +164,7 @@ class EngineConfig:
         available_bytes: int,
         weight_bytes: int = 0,
         total_bytes: int | None = None,
+        pool_fraction: float | None = None,
     ) -> EngineConfig:
         """Fill every default that depends on the model and the machine.
 
@@ -161,15 +175,14 @@ class EngineConfig:
             available_bytes: memory that is free before the weights are loaded.
             weight_bytes: of one copy of the weights, over all ranks.
             total_bytes: memory of the machine; None: not known.
+            pool_fraction: part of the free memory that the pool takes by default; None: a quarter, at most 2 GiB, as on the CPU.
 
         Raises:
             ConfigError: the pool would hold no whole block, max_model_len exceeds the model's context or the pool, or the copies of
                 the weights and the pool exceed all memory.
         """
         dtype = self.dtype or ("float32" if checkpoint_dtype == "float32" else "bfloat16")
-        # What is free now may look small beside a page cache that would make room: never less than a quarter of it is counted on.
-        free = max(available_bytes - self.weight_copies * weight_bytes, available_bytes // 4)
-        memory = self.cache.memory_bytes if self.cache.memory_bytes is not None else min(2 << 30, free // 4)
+        memory = self._pool_bytes(available_bytes, weight_bytes, pool_fraction)
         num_blocks = self.cache.num_blocks if self.cache.num_blocks is not None else memory // kv_bytes_per_block
         if num_blocks < 1:
             raise ConfigError(f"the KV pool ({memory} bytes) holds no whole block of {kv_bytes_per_block} bytes: raise cache.memory_bytes")
@@ -186,6 +199,16 @@ class EngineConfig:
             cache=dataclasses.replace(self.cache, memory_bytes=num_blocks * kv_bytes_per_block, num_blocks=num_blocks),
             numerics=dataclasses.replace(self.numerics, threads=self.numerics.threads or max(1, len(os.sched_getaffinity(0)) // self.tp)),
         )
+
+    def _pool_bytes(self, available_bytes: int, weight_bytes: int, pool_fraction: float | None) -> int:
+        if self.cache.memory_bytes is not None:
+            return self.cache.memory_bytes
+        free = available_bytes - self.weight_copies * weight_bytes
+        if pool_fraction is None:
+            # What is free now may look small beside a page cache that would make room: never less than a quarter of it is counted on.
+            free = max(free, available_bytes // 4)
+        fraction = self.cache.memory_fraction or pool_fraction
+        return min(2 << 30, free // 4) if fraction is None else max(0, int(free * fraction))
 
     def to_flat(self) -> dict[str, Any]:
         """What `from_flat` reads back."""

@@ -15,6 +15,7 @@ from ...weight_sync.manifest import Manifest, TensorEntry
 from ...weight_sync.transports.groups import Groups
 from ..errors import EngineDead, RollsyncError
 from .config import EngineConfig
+from .devices import open_device
 from .model_runner import ModelRunner, Progress, find_model, ignore_progress
 from .rank_processes import CALL_TIMEOUT_S, WEIGHTS_TIMEOUT_S, RankProcesses
 from .rank_wire import plan_to_wire
@@ -49,7 +50,9 @@ class TensorParallelRunner:
         try:
             if ranks is not None:
                 self._cleanup.callback(ranks.close)
-            config = ModelRunner.resolve(config, find_model(config, progress).model)
+            model = find_model(config, progress).model
+            self._device = open_device(config)
+            config = ModelRunner.resolve(config, model, self._device)
             self._start(config, progress, ranks or RankProcesses(config.tp))
         except BaseException:
             self._cleanup.close()
@@ -60,9 +63,9 @@ class TensorParallelRunner:
         self._cleanup.callback(ranks.close)
         try:
             ranks.begin(config.to_flat())
-            group = self._group = TPGroup(0, config.tp, ranks.store_fd)
+            group = self._group = TPGroup(0, config.tp, ranks.store_fd, device=self._device.name)
             self._cleanup.callback(group.close)
-            self._own = ModelRunner(config, progress=progress, group=group)
+            self._own = ModelRunner(config, progress=progress, group=group, device=self._device)
             self._cleanup.callback(self._own.close)
             others = [info for (info,) in ranks.wait_said("ready")]
         except RollsyncError:

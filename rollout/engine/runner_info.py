@@ -43,6 +43,8 @@ class RunnerInfo:
     """CPU threads of a step"""
     config: EngineConfig
     """the configuration with every default filled in"""
+    device: str = "cpu"
+    """cpu, cuda:0, ..."""
     fingerprint: str = ""
     """numerics fingerprint (kernels/fingerprint.py): runners with equal ones give equal bits"""
 

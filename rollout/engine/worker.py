@@ -149,13 +149,15 @@ def main(argv: list[str]) -> int:
         import torch
 
         from .config import EngineConfig
+        from .devices import open_device
         from .model_runner import ModelRunner
         from .tensor_parallel import TPGroup
 
         channel.send("hello")
         config = EngineConfig.from_flat(channel.receive()[0])
         torch.set_num_threads(config.numerics.threads or 1)
-        runner = ModelRunner(config, group=TPGroup(rank, size, store_fd))
+        device = open_device(config, rank)
+        runner = ModelRunner(config, group=TPGroup(rank, size, store_fd, device=device.name), device=device)
         channel.send("ready", {"weight_bytes": runner.info.weight_bytes, "kv_bytes": runner.info.kv_bytes})
         Worker(channel, runner, SharedBytes(bytes_fd), rank).serve()
     except BaseException as error:  # process edge: rank 0 hears of it

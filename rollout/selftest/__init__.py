@@ -154,7 +154,7 @@ def _print_timings(info: RunnerInfo, path: str | None, dtypes: Sequence[str], th
 
 def _check(config: EngineConfig, name: str, args: argparse.Namespace, dtypes: Sequence[str], tiny: bool) -> tuple[RunnerInfo, list[str]]:
     """Print everything but times. Returns what the first engine said of itself, and all that is wrong."""
-    from ..engine.model_runner import choose_kernels
+    from ..engine.devices import choose_kernels
     from .matrix import Matrix
 
     slow = not tiny or choose_kernels(args.kernels) == "reference"

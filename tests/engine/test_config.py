@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from rollsync import EngineConfig
 from rollsync.rollout.engine.config import CacheConfig
+from rollsync.rollout.engine.devices import open_device
+from rollsync.rollout.engine.engine import make_config
 from rollsync.rollout.errors import ConfigError
 
 GIB = 1 << 30
@@ -49,3 +52,44 @@ def test_the_pool_follows_what_is_free_and_an_absolute_size_wins(blocks: int, ca
 def test_what_cannot_be_is_said_with_numbers(words: str, case: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=words):
         resolved(**case)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "case"),
+    [
+        (1024, {"free": 6 * GIB, "weights": GIB, "memory_fraction": 0.25}),
+        (3072, {"free": 6 * GIB, "weights": 0, "memory_fraction": 0.5}),
+        (64, {"free": 64 << 20, "memory_fraction": 0.5, "memory_bytes": 64 << 20}),
+        (7, {"free": 64 * GIB, "num_blocks": 7, "memory_fraction": 0.5}),
+    ],
+)
+def test_a_fraction_is_of_what_is_free_beside_the_weights(blocks: int, case: dict[str, Any]) -> None:
+    assert resolved(**case).cache.num_blocks == blocks
+
+
+def test_a_gpu_has_no_page_cache_that_would_make_room() -> None:
+    facts: dict[str, Any] = {"checkpoint_dtype": "bfloat16", "model_context": 4096, "kv_bytes_per_block": BLOCK, "pool_fraction": 0.9}
+    config = EngineConfig(model="m")
+    pool = config.resolve(**facts, available_bytes=100 * GIB, weight_bytes=20 * GIB, total_bytes=140 * GIB).cache.memory_bytes
+    assert pool == int(60 * GIB * 0.9) // BLOCK * BLOCK
+    with pytest.raises(ConfigError, match=r"the KV pool \(0 bytes\) holds no whole block"):
+        config.resolve(**facts, available_bytes=100 * GIB, weight_bytes=60 * GIB, total_bytes=140 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (r"device must be cpu, cuda or cuda:N, got 'gpu'", {"device": "gpu"}),
+        (r"numerics\.kernels = avx2 names a CPU build: leave it out with device = cuda", {"device": "cuda", "kernels": "avx2"}),
+        (r"cache\.memory_fraction must be a part of the free memory, in \(0, 1\), got 90", {"memory_fraction": 90}),
+    ],
+)
+def test_devices_and_fractions_are_checked_by_name(words: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_config("m", fields)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"device 'cuda:1': torch .* finds no CUDA device here; device = cpu runs on the CPU"):
+        open_device(EngineConfig(model="m", device="cuda:1"))

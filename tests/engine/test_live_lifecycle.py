@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from live import OPTIONS, PROMPT, begin, finish, request, steps, sync, versions, write_versions
 from rollsync import Engine, SampleOutput
-from rollsync.rollout.engine import model_runner
-from rollsync.rollout.engine.model_runner import resident_bytes
+from rollsync.rollout.engine import host_memory
+from rollsync.rollout.engine.host_memory import resident_bytes
 from rollsync.rollout.errors import BadRequest, ConfigError, IllegalState, Overloaded, UpdateRefused, VersionUnavailable
 from rollsync.rollout.selftest.model import tiny_config
 
@@ -429,12 +429,12 @@ def test_where_updates_land_is_chosen_at_the_start(folders: list[str]) -> None:
 def test_a_second_copy_that_will_not_fit_is_refused_at_the_start(folders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(folders[0], **OPTIONS) as engine:
         weights, kv = engine.info.weight_bytes, engine.info.kv_bytes
-    monkeypatch.setattr(model_runner, "total_memory", lambda: int(1.5 * weights) + kv)
+    monkeypatch.setattr(host_memory, "total_memory", lambda: int(1.5 * weights) + kv)
     with pytest.raises(ConfigError, match=r"2 x .* bytes of weights .* start with apply = in_place"):
         Engine(folders[0], **OPTIONS)
     Engine(folders[0], apply="in_place", **OPTIONS).close()
-    monkeypatch.setattr(model_runner, "total_memory", lambda: 3 * weights)
-    monkeypatch.setattr(model_runner, "available_memory", lambda: 3 * weights)
+    monkeypatch.setattr(host_memory, "total_memory", lambda: 3 * weights)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 3 * weights)
     options = {name: value for name, value in OPTIONS.items() if name != "num_blocks"}
     pools = {}
     for apply in ("staged", "in_place"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from live import OPTIONS, begin, finish, request, steps, sync, versions, write_versions
 from rollsync import Engine
-from rollsync.rollout.engine import model_runner
+from rollsync.rollout.engine import host_memory, weight_keeper
 from rollsync.rollout.errors import IllegalState
 from rollsync.rollout.selftest.model import tiny_config
 
@@ -67,7 +67,7 @@ def test_a_wake_without_room_stays_asleep_says_how_much_and_works_later(
         engine.add_request(request("r"))
         outputs = steps(engine, 3)
         engine.control.sleep([tag])
-        monkeypatch.setattr(model_runner, "available_memory", lambda: 1000)
+        monkeypatch.setattr(host_memory, "available_memory", lambda: 1000)
         for _ in range(2):
             with pytest.raises(IllegalState, match=f"{tag} cannot wake: {needed} bytes are needed, 1000 are free; it stays asleep"):
                 engine.control.wake()
@@ -85,7 +85,7 @@ def test_weights_that_cannot_be_kept_stay_and_are_served(folders: list[str], mon
         def full(**where: Any) -> Any:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(model_runner.tempfile, "TemporaryFile", full)
+        monkeypatch.setattr(weight_keeper.tempfile, "TemporaryFile", full)
         with pytest.raises(IllegalState, match=r"weights cannot sleep: .*No space left"):
             engine.control.sleep()
         assert set(engine.control.status()["memory"].values()) == {"resident"} and not engine.control.lifecycle.paused
@@ -112,7 +112,7 @@ def test_the_file_that_kept_weights_goes_with_wake_or_when_they_are_discarded(fo
 MEASURE = """
 import sys
 from rollsync import Engine, RolloutRequest, SamplingParams
-from rollsync.rollout.engine.model_runner import resident_bytes
+from rollsync.rollout.engine.host_memory import resident_bytes
 
 with Engine(sys.argv[1], load_format="random", num_blocks=512, block_tokens=16, max_model_len=64, threads=1) as engine:
     kv, weights = engine.info.kv_bytes, engine.info.weight_bytes

@@ -7,7 +7,7 @@ from rollsync import Engine
 from rollsync.kernels import fingerprint
 from rollsync.kernels.fingerprint import EXPECTED, failed_probes, numerics_fingerprint, probe_digests
 from rollsync.kernels.native_lib import BUILDS, available_builds, load_build
-from rollsync.rollout.engine import model_runner
+from rollsync.rollout.engine import devices
 from rollsync.rollout.errors import ConfigError
 
 
@@ -32,4 +32,4 @@ def test_a_build_with_other_bits_is_refused(cancelling: dict[str, str], monkeypa
 
 def test_an_engine_reports_its_fingerprint(cancelling: dict[str, str]) -> None:
     with Engine(cancelling["llama"], kernels="reference", num_blocks=8, k_shards=2, head_dtype="float32") as engine:
-        assert engine.info.fingerprint == numerics_fingerprint(None, 2, "float32") == model_runner.check_build("reference", 2, "float32")
+        assert engine.info.fingerprint == numerics_fingerprint(None, 2, "float32") == devices.check_build("reference", 2, "float32")
