@@ -27,6 +27,8 @@ ENGINE_METRICS = {
     "aborted": ("rollsync_engine_samples_aborted_total", "counter", "Samples aborted."),
     "steps": ("rollsync_steps_total", "counter", "Engine steps."),
     "fed_tokens": ("rollsync_fed_tokens_total", "counter", "Tokens fed to the model, recomputed ones included."),
+    "trace_lines": ("rollsync_trace_lines_total", "counter", "Samples written to the trace."),
+    "trace_dropped_lines": ("rollsync_trace_dropped_lines_total", "counter", "Samples left out of the trace, by a slow or full disk."),
     "plan_s": ("rollsync_step_plan_seconds_total", "counter", "Seconds spent planning steps."),
     "execute_s": ("rollsync_step_execute_seconds_total", "counter", "Seconds spent in forward passes."),
     "update_s": ("rollsync_step_update_seconds_total", "counter", "Seconds spent taking in results."),

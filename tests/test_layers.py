@@ -19,6 +19,7 @@ LEAVES = ("rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/
 LAYERS = (
     ("trainer_adapters", "rollout/server"),
     ("rollout/fleet.py", "rollout/pieces.py", "rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"),
+    ("rollout/trace.py",),
     ("rollout/engine",),
     ("rollout/models",),
     ("weight_sync", "kernels"),

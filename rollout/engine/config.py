@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
+from ..fields import did_you_mean
 
 DTYPES = ("bfloat16", "float32")
 APPLY = ("staged", "in_place")
@@ -120,6 +121,8 @@ class EngineConfig:
     """let ids be sampled that the tokenizer does not know: rows that pad the embedding to a round size"""
     seed: int | None = None
     """source of the seeds of unseeded requests; default: the system's entropy"""
+    trace: str | None = None
+    """file to which every finished sample is appended as a line of JSON, for `rollsync replay`; default: none"""
     default_pause_ttl_s: float | None = None
     """seconds after which a pause that names no ttl_s ends by itself; default: never"""
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -129,6 +132,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file or a hub id, got an empty string")
+        if self.trace is not None:
+            object.__setattr__(self, "trace", os.fspath(self.trace))
+            if not self.trace:
+                raise ConfigError("trace must name a file, got an empty string")
         if self.tokenizer == "":
             raise ConfigError("tokenizer must name a folder, a .gguf file or a hub id, got an empty string")
         if self.load_format not in LOAD_FORMATS:
@@ -240,3 +247,37 @@ class EngineConfig:
         for p, c in parts.items():
             top[p] = c(**{k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(p + ".")})
         return cls(**top)
+
+
+def _flat_names() -> dict[str, list[str]]:
+    """Dotted configuration keys by every name a keyword may give them: the key itself, with "_" for ".", or its last part."""
+    names: dict[str, list[str]] = {}
+    parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "numerics": NumericsConfig}
+    for f in dataclasses.fields(EngineConfig):
+        keys = [f"{f.name}.{leaf.name}" for leaf in dataclasses.fields(parts[f.name])] if f.name in parts else [f.name]
+        for key in keys:
+            for name in {key, key.replace(".", "_"), key.rpartition(".")[2]}:
+                names.setdefault(name, []).append(key)
+    return names
+
+
+def make_config(model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
+    """A configuration from a model name and keywords: `block_tokens=4`, `cache_block_tokens=4` or `**{"cache.block_tokens": 4}`.
+
+    Raises:
+        ConfigError: an unknown or ambiguous name; lists the known ones.
+    """
+    if isinstance(model, EngineConfig):
+        if options:
+            raise ConfigError(f"give an EngineConfig or options, not both; got an EngineConfig and {', '.join(sorted(options))}")
+        return model
+    names = _flat_names()
+    flat: dict[str, Any] = {"model": model}
+    for name, value in options.items():
+        keys = names.get(name, [])
+        if len(keys) != 1 or keys[0] in flat:
+            known = ", ".join(sorted({key for found in names.values() for key in found} - {"model"}))
+            hint = "" if keys else did_you_mean(name, names)
+            raise ConfigError(f"{'ambiguous or repeated' if keys else 'unknown'} engine option {name!r}{hint}; known: {known}")
+        flat[keys[0]] = value
+    return EngineConfig.from_flat(flat)

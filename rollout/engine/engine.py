@@ -8,13 +8,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from ... import __version__
 from ..errors import BadRequest, ConfigError, DuplicateRequest, EngineDead, IllegalState, Overloaded, show
-from ..fields import did_you_mean
 from .admission import Rules, check_request
-from .config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from .config import EngineConfig, make_config
 from .control import Control
 from .generate import RolloutOutput, generate, score
 from .params import SamplingParams
@@ -23,6 +22,8 @@ from .runner_info import Runner, RunnerInfo
 from .scheduler import Scheduler
 from .score import SCORED
 from .sequence import Request, StopMatcher, StopMatcherFactory
+from .trace_file import check_trace_path
+from .trace_writer import TraceWriter
 from .types import RolloutRequest, SampleOutput
 
 if TYPE_CHECKING:
@@ -30,40 +31,6 @@ if TYPE_CHECKING:
 
 RANK_WATCH_S = 0.5
 """between two looks at whether the ranks live, with nothing to do"""
-
-
-def _flat_names() -> dict[str, list[str]]:
-    """Dotted configuration keys by every name a keyword may give them: the key itself, with "_" for ".", or its last part."""
-    names: dict[str, list[str]] = {}
-    parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "numerics": NumericsConfig}
-    for f in fields(EngineConfig):
-        keys = [f"{f.name}.{leaf.name}" for leaf in fields(parts[f.name])] if f.name in parts else [f.name]
-        for key in keys:
-            for name in {key, key.replace(".", "_"), key.rpartition(".")[2]}:
-                names.setdefault(name, []).append(key)
-    return names
-
-
-def make_config(model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
-    """A configuration from a model name and keywords: `block_tokens=4`, `cache_block_tokens=4` or `**{"cache.block_tokens": 4}`.
-
-    Raises:
-        ConfigError: an unknown or ambiguous name; lists the known ones.
-    """
-    if isinstance(model, EngineConfig):
-        if options:
-            raise ConfigError(f"give an EngineConfig or options, not both; got an EngineConfig and {', '.join(sorted(options))}")
-        return model
-    names = _flat_names()
-    flat: dict[str, Any] = {"model": model}
-    for name, value in options.items():
-        keys = names.get(name, [])
-        if len(keys) != 1 or keys[0] in flat:
-            known = ", ".join(sorted({key for found in names.values() for key in found} - {"model"}))
-            hint = "" if keys else did_you_mean(name, names)
-            raise ConfigError(f"{'ambiguous or repeated' if keys else 'unknown'} engine option {name!r}{hint}; known: {known}")
-        flat[keys[0]] = value
-    return EngineConfig.from_flat(flat)
 
 
 class Engine:
@@ -89,7 +56,10 @@ class Engine:
         if runner is None:
             from .parallel_runner import make_runner
 
-            runner = make_runner(make_config(model, options))
+            config = make_config(model, options)
+            if config.trace is not None:
+                check_trace_path(config.trace)  # before a model is loaded in vain
+            runner = make_runner(config)
         elif options:
             raise ConfigError(f"a runner brings its own configuration: drop the option(s) {', '.join(sorted(options))}")
         self.runner: Runner = runner
@@ -112,6 +82,11 @@ class Engine:
         self.control = Control(self)
         """pause, sleep, weight updates"""
         self._last_rules: Rules | None = None
+        self._trace: TraceWriter | None = None
+        if self.config.trace is not None:
+            self._trace = self.scheduler.observer = TraceWriter(
+                self.config.trace, self.info, __version__, self.control.versioned_digests
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -328,6 +303,7 @@ class Engine:
             "state": self.control.status(),
             "updates": self.control.update_stats.to_stats(),
             **scheduler.counters,
+            **(self._trace.stats() if self._trace is not None else {}),
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
         }
 
@@ -339,6 +315,8 @@ class Engine:
         """Free the model and the KV pool. Requests in flight get no output any more: abort them first. Twice is fine."""
         if not self._closed:
             self._closed = True
+            if self._trace is not None:
+                self._trace.close()
             self.runner.close()
 
     def __enter__(self) -> Engine:

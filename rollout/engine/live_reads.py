@@ -25,6 +25,14 @@ class LiveReads(MemoryVerbs):
         found = self._read_live(self._engine.runner.updates.digests)
         return {name: f"{value:016x}" for name, value in found.items()}
 
+    def versioned_digests(self) -> tuple[int, dict[str, str]]:
+        """`digests`, and the weight version they are of."""
+        updates = self._engine.runner.updates
+        before, found, after = self._read_live(lambda: (updates.version, updates.digests(), updates.version))
+        if before != after:
+            raise IllegalState("the weights changed while they were read: try again")
+        return after, {name: f"{value:016x}" for name, value in found.items()}
+
     def _read_live(self, read: Callable[[], Any]) -> Any:
         """What `read` finds in the live weights, beside the engine's thread: of one version, never in the middle of a change."""
         for _ in range(3):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..wire import COLUMNS, pack_array
 from .sequence import Sequence
 from .types import SampleOutput
 
@@ -44,3 +47,12 @@ def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
         output.abort_reason = end.abort_reason
         output.error = end.error
     return output
+
+
+def output_to_wire(output: SampleOutput) -> dict[str, Any]:
+    """`SampleOutput.to_wire` with its columns as wire arrays, packed here so that the front can pass them on untouched."""
+    wire = output.to_wire()
+    for name, dtype in COLUMNS.items():
+        if name in wire:
+            wire[name] = pack_array(dtype, wire[name])
+    return wire

@@ -27,11 +27,12 @@ import msgpack  # type: ignore[import-untyped]
 import zmq
 
 from ..errors import RollsyncError, describe
-from ..wire import COLUMNS, error_to_wire, pack_array
+from ..wire import error_to_wire
 from .commands import EngineLike
 from .config import EngineConfig
 from .lifeline import die_with_parent, killed_with_parent
 from .loop import EngineLoop
+from .outputs import output_to_wire
 from .params import SamplingParams
 from .rank_processes import RankProcesses
 from .types import RolloutRequest, SampleOutput
@@ -48,15 +49,6 @@ def info_to_wire(info: Any) -> dict[str, Any]:
     """The engine's `info` (a dataclass, a dict, or an object) as msgpack-able values."""
     found = asdict(info) if is_dataclass(info) and not isinstance(info, type) else dict(info if isinstance(info, dict) else vars(info))
     return {str(k): list(v) if isinstance(v, tuple | set | frozenset) else v for k, v in found.items()}
-
-
-def output_to_wire(output: SampleOutput) -> dict[str, Any]:
-    """`SampleOutput.to_wire` with its columns as wire arrays, packed here so that the front can pass them on untouched."""
-    wire = output.to_wire()
-    for name, dtype in COLUMNS.items():
-        if name in wire:
-            wire[name] = pack_array(dtype, wire[name])
-    return wire
 
 
 class Outbox:

@@ -47,6 +47,8 @@ class RunnerInfo:
     """cpu, cuda:0, ..."""
     fingerprint: str = ""
     """numerics fingerprint (kernels/fingerprint.py): runners with equal ones give equal bits"""
+    model_digest: str = ""
+    """of what is computed and which ids may be drawn or end a sample, whatever the weights: the same for every copy of a model"""
 
 
 class UpdatesLike(Protocol):

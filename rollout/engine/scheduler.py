@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import Protocol
 
 from ..errors import describe
 from .columns import empty_output
@@ -14,6 +15,16 @@ from .sequence import Ending, Request, Sequence
 from .types import SampleOutput, StepPlan, StepResult
 
 NONFINITE = "the model's logits held NaN or infinity: the weights or the KV cache are broken"
+
+
+class Observer(Protocol):
+    """Is told of what happens, on the engine's thread: it neither waits nor raises."""
+
+    def finished(self, request: Request, output: SampleOutput) -> None:
+        """A sample got its final output."""
+
+    def weights_changed(self) -> None:
+        """New weights are current."""
 
 
 class Scheduler(Planner):
@@ -27,6 +38,7 @@ class Scheduler(Planner):
         """those of them that must not begin yet: waiting, and in no queue"""
         self._num_arrived = 0
         self._instant: list[Request] = []
+        self.observer: Observer | None = None
 
     @property
     def has_work(self) -> bool:
@@ -120,6 +132,8 @@ class Scheduler(Planner):
         for request in self.requests.values():
             if request.prompt_logprobs is not None:
                 request.restart_prompt()
+        if self.observer is not None:
+            self.observer.weights_changed()
         return tokens
 
     def take_instant(self) -> list[SampleOutput]:
@@ -308,6 +322,8 @@ class Scheduler(Planner):
             ends = {"seed": request.seed, "finish_reason": "error", "error": end.error or describe(error)}
             output = empty_output(request.id, request.spec.first_sample + seq.index, request.columns, **ends)
         outputs.append(output)
+        if self.observer is not None:
+            self.observer.finished(request, output)
         del request.sequences[seq.index]
         request.live -= 1
         if request.live == 0:

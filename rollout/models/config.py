@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -90,6 +92,18 @@ class DecoderConfig:
     @property
     def kv_rows(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+def config_digest(config: DecoderConfig, vocab_limit: int) -> str:
+    """Twelve hexadecimal digits that name a model by all but its weights and their dtype.
+
+    Args:
+        vocab_limit: ids below it may be drawn.
+    """
+    facts = dataclasses.asdict(config)
+    for name in ("dtype", "num_token_ids"):
+        del facts[name]
+    return hashlib.blake2b(json.dumps([facts, vocab_limit], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def load_decoder_config(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> DecoderConfig:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..engine.config import EngineConfig
 from ..engine.params import is_utf8
+from ..engine.trace_file import check_trace_path
 from ..errors import ConfigError, RollsyncError, show
 from .access import Access, network
 from .app import DEFAULT_MAX_BODY_BYTES, create_app
@@ -142,6 +143,8 @@ class Launcher:
             control_allow=tuple(network(cidr) for cidr in options.control_allow),
         )
         self._access.validate()
+        if config.trace is not None:
+            check_trace_path(config.trace)
         self._version = version
         self._sockets = [bind(options.host, options.port)]
         self._urls = [url_of(options.host, self._sockets[0])]

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from ..engine.columns import columns_for, empty_output
+from ..engine.outputs import output_to_wire
 from ..engine.params import SAMPLING_NAMES
-from ..engine.process import output_to_wire
 from ..engine.types import RolloutRequest
 from ..errors import BadRequest, EngineDead, IllegalState, RollsyncError, UnknownRequest
 from ..wire import COLUMNS, unpack_array

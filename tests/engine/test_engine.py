@@ -389,7 +389,7 @@ def test_a_failed_step_comes_through_and_breaks_the_engine() -> None:
 
 
 def test_options_reach_the_configuration_by_leaf_flat_or_dotted_name() -> None:
-    from rollsync.rollout.engine.engine import make_config
+    from rollsync.rollout.engine.config import make_config
 
     options = {"block_tokens": 8, "scheduler_max_num_seqs": 5, "numerics.threads": 1, "dtype": "float32"}
     config = make_config("m", options)

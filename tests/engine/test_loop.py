@@ -12,7 +12,7 @@ import zmq
 from fake_runner import oracle
 from harness import expect, make, request
 from rollsync import Engine, SampleOutput, SamplingParams
-from rollsync.rollout.engine import process
+from rollsync.rollout.engine import outputs, process
 from rollsync.rollout.engine.loop import EngineLoop
 from rollsync.rollout.errors import RollsyncError
 from rollsync.rollout.server.ticket import _aborted_output as aborted_output
@@ -104,14 +104,14 @@ def test_an_output_that_the_sink_refuses_ends_its_request_and_no_other(what: str
 
 
 def test_the_process_passes_over_messages_and_columns_it_cannot_read_or_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = process.pack_array
+    real = outputs.pack_array
 
     def pack_array(dtype: str, values: list[Any]) -> dict[str, Any]:
         if 100 in values:
             raise OverflowError("does not fit")
         return real(dtype, values)
 
-    monkeypatch.setattr(process, "pack_array", pack_array)
+    monkeypatch.setattr(outputs, "pack_array", pack_array)
     engine, _ = make()
     bad = request("bad", [1], forced_token_ids=(5, 100), n=2, max_tokens=9, **LONG)
     context: zmq.Context[Any] = zmq.Context()
@@ -160,11 +160,11 @@ def test_an_output_without_tokens_has_the_columns_asked_for_whoever_makes_it(inc
     made = request("x", [5, 6], include, top_logprobs=top, first_sample=3, **LONG)
     engine, _ = make()
     engine.add_request(made)
-    by_engine = process.output_to_wire(engine.abort("x", reason="early")[0])
+    by_engine = outputs.output_to_wire(engine.abort("x", reason="early")[0])
     assert aborted_output(made, "early") == by_engine
     (refused,) = engine.generate([[]], made.params, include=include, on_error="return")[0].samples
     columns = [name for name in COLUMNS if name in by_engine]
-    assert [name for name in COLUMNS if name in process.output_to_wire(refused)] == columns
+    assert [name for name in COLUMNS if name in outputs.output_to_wire(refused)] == columns
     assert set(columns) == {"token_ids", "logprobs", *include, *(TABLES if top else ())} - {"prompt_logprobs"}
 
 

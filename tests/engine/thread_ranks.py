@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from rollsync.rollout.engine.engine import make_config
+from rollsync.rollout.engine.config import make_config
 from rollsync.rollout.engine.model_runner import ModelRunner
 from rollsync.rollout.engine.types import StepPlan, StepResult
 from torch import Tensor
