@@ -130,11 +130,11 @@ class NativeOps:
         self._linear(x_TK, packed, epilogue, out)
         return out
 
-    def linear_f32(self, x_TK: Tensor, packed: PackedLinear) -> Tensor:
-        """`x W^T + bias` as summed, not rounded to the dtype of `x_TK`: [T, N] float32. Errors as for `linear`."""
+    def linear_f32(self, x_TK: Tensor, packed: PackedLinear, cap: float = 0.0) -> Tensor:
+        """`x W^T + bias` as summed, not rounded to the dtype of `x_TK`; with a cap its softcap: [T, N] float32. Errors as for `linear`."""
         self._check_input("linear_f32", x_TK, packed, False)
         out = torch.empty(x_TK.shape[0], packed.n)
-        self._linear(x_TK, packed, nl.EP_STORE, out)
+        self._linear(x_TK, packed, nl.EP_STORE, out, cap)
         return out
 
     def linear_softcap(self, x_TK: Tensor, packed: PackedLinear, cap: float) -> Tensor:

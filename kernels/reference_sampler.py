@@ -47,13 +47,13 @@ class SamplerRows:
     """bool: report the logprob at temperature 1"""
     want_entropy: Array
     """bool"""
-    banned: Sequence[Sequence[int]]
+    banned: Sequence[Sequence[int] | Array]
     """per row, ids that do not take part"""
     vocab_limit: int
     """ids from here on are padding of the head and do not take part"""
     adjust: Sequence[Sequence[tuple[int, float, float, float]]] | None = None
     """per row, (id, bias, factor, subtract) of the logits it changes, one per id"""
-    allowed: Sequence[Sequence[int] | None] | None = None
+    allowed: Sequence[Sequence[int] | Array | None] | None = None
     """per row, the only ids that take part, or None for all"""
     top_n: Array | None = None
     """uint8: how many of the likeliest ids to report, at most 20"""
@@ -130,6 +130,17 @@ def _keep(masses: _Masses, top_k: int, top_p: float, min_p: float) -> Tensor:
     if min_p > 0.0:
         keep_V &= masses.e_V >= f32(min_p)
     return keep_V
+
+
+def kept_ids(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Which of a row's ids truncation keeps, [V] bool. At temperature 0 it is the likeliest one.
+
+    Args:
+        logits_V: [V] float32, of ids that take part; not NaN, the largest finite.
+    """
+    if temperature == 0.0:
+        return torch.arange(len(logits_V)) == (logits_V == logits_V.amax()).nonzero()[0]
+    return _keep(_masses(logits_V * f32(1.0 / temperature)), top_k, top_p, min_p)
 
 
 def _draw(masses: _Masses, keep_V: Tensor, random_bits: int) -> int:
@@ -233,7 +244,7 @@ def check_rows(logits_RV: Tensor, rows: SamplerRows) -> None:
         if len(set(ids)) < len(ids) or any(not 0 <= i < vocab for i in ids):
             raise ValueError(f"sample: a row must adjust distinct ids in [0, {vocab}), got {sorted(ids)}")
     for allowed in rows.allowed or ():
-        if allowed is not None and (len(allowed) == 0 or min(allowed) < 0):
+        if allowed is not None and (len(allowed) == 0 or np.min(np.asarray(allowed)) < 0):
             raise ValueError("sample: a row must allow some ids, all >= 0, or None for all")
     if rows.top_n is not None and num_rows and int(rows.top_n.max()) > TOP_MAX:
         raise ValueError(f"sample: top_n must be in [0, {TOP_MAX}], got {int(rows.top_n.max())}")

@@ -22,10 +22,10 @@ RAW_ADJUST = np.dtype((np.void, ADJUST.itemsize))
 """the same as bare bytes, which numpy copies many times faster than a record"""
 
 
-def allowed_words(ids: Sequence[int]) -> Array:
+def allowed_words(ids: Sequence[int] | Array) -> Array:
     """Bits of some ids, [max id // 32 + 1] uint32: bit i % 32 of word i // 32."""
-    bits = np.zeros((max(ids) // 32 + 1) * 32, np.uint8)
-    bits[np.array(ids)] = 1
+    bits = np.zeros((int(np.max(ids)) // 32 + 1) * 32, np.uint8)
+    bits[np.asarray(ids)] = 1
     words: Array = np.packbits(bits, bitorder="little").view(np.uint32)
     return words
 

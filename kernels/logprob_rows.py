@@ -1,0 +1,163 @@
+"""What kernels/logprobs.py stands on: the ops of one build, and how the rows of a batch are to be scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from . import native_lib
+from . import reference as ref
+from .native_ops import NativeOps
+from .reference_sampler import SampleResult, SamplerRows, kept_ids
+from .sampling_mask import ALL, BITS, SamplingMask
+
+Array = npt.NDArray[Any]
+Column = float | Sequence[float] | Tensor | Array
+"""one value for all rows, or one per row"""
+
+KINDS: dict[str, Any] = {"temperature": np.float64, "top_k": np.int64, "top_p": np.float64, "min_p": np.float32}
+RANGES: dict[str, tuple[str, Callable[[Array], Array]]] = {
+    "temperature": ("finite and at least 0", lambda x: np.isfinite(x) & (x >= 0)),
+    "top_k": ("at least 0", lambda x: x >= 0),
+    "top_p": ("in (0, 1]", lambda x: (x > 0) & (x <= 1)),
+    "min_p": ("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
+}
+
+
+def check(name: str, ok: bool, problem: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}: {problem}")
+
+
+@lru_cache
+def default_build() -> str:
+    """The fastest build that runs here; "reference" where there is none."""
+    for build in native_lib.available_builds():
+        try:
+            return native_lib.load_build(build).build
+        except OSError:  # the system refuses its instructions
+            continue
+    return "reference"
+
+
+class Backend:
+    """The sampler and the head of one build ("amx", "avx512", "avx2" or "reference"; None: the fastest here)."""
+
+    def __init__(self, build: str | None = None, threads: int | None = None) -> None:
+        self.build = default_build() if build is None else build
+        self._ops: NativeOps | None = None
+        if self.build != "reference":
+            known = native_lib.available_builds()
+            if self.build not in known:
+                raise ValueError(f"build must be one of {', '.join([*known, 'reference'])}, got {build!r}")
+            self._ops = NativeOps(native_lib.load_build(self.build), torch.get_num_threads() if threads is None else threads)
+
+    def sample(self, logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
+        return ref.sample(logits_RV, rows) if self._ops is None else self._ops.sample(logits_RV, rows)
+
+    def head(self, weight_VD: Tensor, cap: float, float32: bool) -> Callable[[Tensor], Tensor]:
+        """What makes logits [rows, V] of hidden states [rows, D]: the engine's, capped if `cap` is not 0, rounded unless `float32`."""
+        ops = self._ops
+        if ops is None:
+
+            def reference(hidden: Tensor) -> Tensor:
+                found = (ref.linear_f32 if float32 else ref.linear)(hidden, weight_VD)
+                return ref.softcap(found, cap) if cap else found
+
+            return reference
+        packed = ops.pack_linear(weight_VD)
+        if float32:
+            return lambda hidden: ops.linear_f32(hidden, packed, cap)
+        return lambda hidden: ops.linear_softcap(hidden, packed, cap) if cap else ops.linear(hidden, packed)
+
+
+class Rows:
+    """How each of T rows is scored. Arguments as for `token_logprobs`, whose `name` errors carry."""
+
+    def __init__(
+        self, name: str, num_rows: int, vocab: int, vocab_limit: int | None, mask: SamplingMask | None, columns: dict[str, Column]
+    ) -> None:
+        self.name, self.mask, self.vocab = name, mask, vocab
+        self._columns = {column: self._column(column, value, num_rows) for column, value in columns.items()}
+        truncates = {"top_k": 0, "top_p": 1, "min_p": 0}
+        self._truncates = any((self._columns[column] != off).any() for column, off in truncates.items())
+        if mask is not None:
+            check(name, isinstance(mask, SamplingMask), f"mask must be a SamplingMask, got {type(mask).__name__}")
+            check(name, not self._truncates, "a mask says what truncation kept: give mask, or top_k, top_p and min_p, not both")
+            check(name, len(mask) == num_rows, f"mask must have {num_rows} tokens, got {len(mask)}")
+            fits = vocab_limit is None or vocab_limit == mask.vocab_size
+            check(name, fits, f"vocab_limit is {vocab_limit}, and the mask's {mask.vocab_size}")
+            vocab_limit = mask.vocab_size
+        self.limit = vocab if vocab_limit is None else int(vocab_limit)
+        check(name, 0 < self.limit <= vocab, f"vocab_limit must be in [1, {vocab}], got {self.limit}")
+        temperature = self._columns["temperature"]
+        divisor = np.where(temperature == 0, 1.0, temperature)
+        self.inverse = torch.from_numpy(np.where(temperature == 0, 0.0, 1.0 / divisor).astype(np.float32))
+        """what logits are multiplied with, [T] float32; 0 where greedy, whose logprobs do not move"""
+
+    def _column(self, column: str, value: Column, num_rows: int) -> Array:
+        found = np.asarray(value.detach().cpu().double() if isinstance(value, Tensor) else value)
+        check(self.name, found.ndim == 0 or found.shape == (num_rows,), f"{column} must be a number or [{num_rows}], got {[*found.shape]}")
+        check(self.name, found.dtype.kind in "iuf", f"{column} must be a number, got {value!r}")
+        what, fits = RANGES[column]
+        wrong = ~fits(found) if column != "top_k" else ~(fits(found) & (found == np.floor(found)))
+        check(self.name, not wrong.any(), f"{column} must be {what}, got {found[wrong].ravel()[0] if wrong.any() else None}")
+        return np.broadcast_to(found.astype(KINDS[column]), (num_rows,))
+
+    def _row_ids(self, row: int) -> tuple[Array | None, Array]:
+        """What a row allows (None: everything) and what it bans."""
+        assert self.mask is not None
+        words = np.frombuffer(self.mask.row(row), np.int32)
+        head, rest = int(words[0]), words[1:]
+        if head == BITS:
+            return np.unpackbits(rest.view(np.uint8), bitorder="little").nonzero()[0], rest[:0]
+        return (rest, rest[:0]) if head > ALL else (None, rest)
+
+    def score(self, backend: Backend, piece_TV: Tensor, ids_T: Tensor, first: int, want_entropy: bool) -> Tensor:
+        """Logprobs and entropies of the rows from `first` on: [2, rows] float32.
+
+        Raises:
+            ValueError: a row's logits are broken, or nothing of it may be drawn; names the row.
+        """
+        count = len(piece_TV)
+        at = slice(first, first + count)
+        choices = [(None, np.zeros(0, np.int32)) if self.mask is None else self._row_ids(row) for row in range(first, first + count)]
+        zeros, none = np.zeros(count, np.uint64), np.zeros(count, np.bool_)
+        columns: dict[str, Any] = {column: values[at] for column, values in self._columns.items()}
+        rows = SamplerRows(
+            **columns,
+            seed=zeros, sample_index=zeros.astype(np.uint32), position=zeros.astype(np.uint32), forced=ids_T[at].numpy(),
+            want_model=none, want_entropy=none | want_entropy, vocab_limit=self.limit,
+            banned=[banned for _, banned in choices], allowed=None if self.mask is None else [allowed for allowed, _ in choices],
+        )  # fmt: skip
+        result = backend.sample(piece_TV, rows)
+        if result.nonfinite.any():
+            row = int(result.nonfinite.nonzero()[0][0])
+            why = "no finite one among the ids that the mask and vocab_limit leave"
+            why = "a NaN, a +inf or no finite one" if result.nonfinite[row] == 1 else why
+            raise ValueError(f"{self.name}: the logits of row {first + row} have {why}")
+        return torch.from_numpy(np.stack([result.logprob, result.entropy]))
+
+    def kept(self, piece_TV: Tensor, first: int) -> Tensor | None:
+        """Which ids a row's logprobs run over, [rows, V] bool; None for all of them."""
+        if self.mask is None and not self._truncates and self.limit == self.vocab:
+            return None
+        kept_TV = torch.zeros(piece_TV.shape, dtype=torch.bool)
+        kept_TV[:, : self.limit] = True
+        for i in range(len(piece_TV)):
+            if self.mask is not None:
+                allowed, banned = self._row_ids(first + i)
+                if allowed is not None:
+                    kept_TV[i] = False
+                    kept_TV[i, torch.from_numpy(allowed.astype(np.int64))] = True
+                kept_TV[i, torch.from_numpy(banned.astype(np.int64))] = False
+            elif self._truncates:
+                options = [self._columns[column][first + i].item() for column in ("temperature", "top_k", "top_p", "min_p")]
+                kept_TV[i, : self.limit] = kept_ids(piece_TV[i, : self.limit].float(), *options)
+        return kept_TV
