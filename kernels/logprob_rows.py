@@ -14,8 +14,8 @@ from torch import Tensor
 from . import native_lib
 from . import reference as ref
 from .native_ops import NativeOps
-from .reference_sampler import SampleResult, SamplerRows, kept_ids
-from .sampling_mask import ALL, BITS, SamplingMask
+from .reference_sampler import SampleResult, SamplerRows
+from .sampling_mask import ALL, BITS, SamplingMask, row_words
 
 Array = npt.NDArray[Any]
 Column = float | Sequence[float] | Tensor | Array
@@ -100,6 +100,8 @@ class Rows:
         divisor = np.where(temperature == 0, 1.0, temperature)
         self.inverse = torch.from_numpy(np.where(temperature == 0, 0.0, 1.0 / divisor).astype(np.float32))
         """what logits are multiplied with, [T] float32; 0 where greedy, whose logprobs do not move"""
+        self._found: list[bytes] = []
+        """with `keep`, rows of the masks that truncation made"""
 
     def _column(self, column: str, value: Column, num_rows: int) -> Array:
         found = np.asarray(value.detach().cpu().double() if isinstance(value, Tensor) else value)
@@ -110,31 +112,36 @@ class Rows:
         check(self.name, not wrong.any(), f"{column} must be {what}, got {found[wrong].ravel()[0] if wrong.any() else None}")
         return np.broadcast_to(found.astype(KINDS[column]), (num_rows,))
 
-    def _row_ids(self, row: int) -> tuple[Array | None, Array]:
+    @staticmethod
+    def _row_ids(mask: SamplingMask, row: int) -> tuple[Array | None, Array]:
         """What a row allows (None: everything) and what it bans."""
-        assert self.mask is not None
-        words = np.frombuffer(self.mask.row(row), np.int32)
+        words = np.frombuffer(mask.row(row), np.int32)
         head, rest = int(words[0]), words[1:]
         if head == BITS:
             return np.unpackbits(rest.view(np.uint8), bitorder="little").nonzero()[0], rest[:0]
         return (rest, rest[:0]) if head > ALL else (None, rest)
 
-    def score(self, backend: Backend, piece_TV: Tensor, ids_T: Tensor, first: int, want_entropy: bool) -> Tensor:
-        """Logprobs and entropies of the rows from `first` on: [2, rows] float32.
+    def score(self, backend: Backend, piece_TV: Tensor, ids_T: Tensor, first: int, want_entropy: bool, keep: bool) -> Tensor:
+        """Logprobs and entropies of the rows from `first` on: [2, rows] float32. Pieces come in order.
+
+        Args:
+            keep: remember what truncation leaves, for `kept`.
 
         Raises:
             ValueError: a row's logits are broken, or nothing of it may be drawn; names the row.
         """
         count = len(piece_TV)
         at = slice(first, first + count)
-        choices = [(None, np.zeros(0, np.int32)) if self.mask is None else self._row_ids(row) for row in range(first, first + count)]
+        mask, every = self.mask, (None, np.zeros(0, np.int32))
+        choices = [every if mask is None else self._row_ids(mask, row) for row in range(first, first + count)]
+        keep = keep and self._truncates
         zeros, none = np.zeros(count, np.uint64), np.zeros(count, np.bool_)
         columns: dict[str, Any] = {column: values[at] for column, values in self._columns.items()}
         rows = SamplerRows(
             **columns,
             seed=zeros, sample_index=zeros.astype(np.uint32), position=zeros.astype(np.uint32), forced=ids_T[at].numpy(),
-            want_model=none, want_entropy=none | want_entropy, vocab_limit=self.limit,
-            banned=[banned for _, banned in choices], allowed=None if self.mask is None else [allowed for allowed, _ in choices],
+            want_model=none, want_entropy=none | want_entropy, vocab_limit=self.limit, want_mask=none | keep,
+            banned=[banned for _, banned in choices], allowed=None if mask is None else [allowed for allowed, _ in choices],
         )  # fmt: skip
         result = backend.sample(piece_TV, rows)
         if result.nonfinite.any():
@@ -142,22 +149,22 @@ class Rows:
             why = "no finite one among the ids that the mask and vocab_limit leave"
             why = "a NaN, a +inf or no finite one" if result.nonfinite[row] == 1 else why
             raise ValueError(f"{self.name}: the logits of row {first + row} have {why}")
+        if keep:
+            self._found += [words[: 1 + row_words(int(words[0]), self.limit)].tobytes() for words in result.mask]
         return torch.from_numpy(np.stack([result.logprob, result.entropy]))
 
-    def kept(self, piece_TV: Tensor, first: int) -> Tensor | None:
-        """Which ids a row's logprobs run over, [rows, V] bool; None for all of them."""
+    def kept(self, count: int, first: int) -> Tensor | None:
+        """Which ids the logprobs of `count` rows from `first` on run over, [count, V] bool; None for all of them."""
         if self.mask is None and not self._truncates and self.limit == self.vocab:
             return None
-        kept_TV = torch.zeros(piece_TV.shape, dtype=torch.bool)
+        kept_TV = torch.zeros(count, self.vocab, dtype=torch.bool)
         kept_TV[:, : self.limit] = True
-        for i in range(len(piece_TV)):
-            if self.mask is not None:
-                allowed, banned = self._row_ids(first + i)
-                if allowed is not None:
-                    kept_TV[i] = False
-                    kept_TV[i, torch.from_numpy(allowed.astype(np.int64))] = True
-                kept_TV[i, torch.from_numpy(banned.astype(np.int64))] = False
-            elif self._truncates:
-                options = [self._columns[column][first + i].item() for column in ("temperature", "top_k", "top_p", "min_p")]
-                kept_TV[i, : self.limit] = kept_ids(piece_TV[i, : self.limit].float(), *options)
+        mask = SamplingMask.of_rows(self.limit, self._found[first : first + count]) if self._truncates else self.mask
+        for i in range(count if mask is not None else 0):
+            assert mask is not None
+            allowed, banned = self._row_ids(mask, i if self._truncates else first + i)
+            if allowed is not None:
+                kept_TV[i] = False
+                kept_TV[i, torch.from_numpy(allowed.astype(np.int64))] = True
+            kept_TV[i, torch.from_numpy(banned.astype(np.int64))] = False
         return kept_TV

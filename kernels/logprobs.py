@@ -219,7 +219,7 @@ def _gradient(piece_TV: Tensor, ids_T: Tensor, rows: Rows, first: int, values: T
         logp = torch.log_softmax(z, 1)
         p = logp.exp()
         entropy_part = logp.clamp_(min=-1e30).add_(values[1, at, None]).mul_(p).mul_(-grads[1][at, None])
-    kept = rows.kept(piece_TV, first)
+    kept = rows.kept(len(piece_TV), first)
     if kept is not None:
         z.masked_fill_(~kept, -torch.inf)
     p = torch.softmax(z, 1).mul_(-g[:, None])
@@ -230,9 +230,9 @@ def _gradient(piece_TV: Tensor, ids_T: Tensor, rows: Rows, first: int, values: T
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids_T: Tensor, rows: Rows, backend: Backend, entropy: bool) -> tuple[Tensor, Tensor]:
-        values = torch.empty(2, len(ids_T))
+        values, keep = torch.empty(2, len(ids_T)), ctx.needs_input_grad[0]
         for first, piece in _pieces(_parts(logits), logits.shape[-1]):
-            values[:, first : first + len(piece)] = rows.score(backend, piece, ids_T, first, entropy)
+            values[:, first : first + len(piece)] = rows.score(backend, piece, ids_T, first, entropy, keep)
         ctx.save_for_backward(logits, ids_T, values)
         ctx.rows, ctx.entropy = rows, entropy
         return values[0].clone(), values[1].clone()
@@ -253,9 +253,9 @@ class _HiddenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, rows: Rows, backend: Backend, head: tuple[float, bool], entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        values, make_logits = torch.empty(2, len(ids_T)), backend.head(weight_VD, *head)
+        values, make_logits, keep = torch.empty(2, len(ids_T)), backend.head(weight_VD, *head), any(ctx.needs_input_grad)
         for first, piece in _pieces([hidden_TD], len(weight_VD)):
-            values[:, first : first + len(piece)] = rows.score(backend, make_logits(piece), ids_T, first, entropy)
+            values[:, first : first + len(piece)] = rows.score(backend, make_logits(piece), ids_T, first, entropy, keep)
         ctx.save_for_backward(hidden_TD, weight_VD, ids_T, values)
         ctx.rows, ctx.backend, ctx.head, ctx.entropy = rows, backend, head, entropy
         return values[0].clone(), values[1].clone()

@@ -62,7 +62,8 @@ class Step(ctypes.Structure):
             (n, c_void_p)
             for n in ("out_token", "out_logprob", "out_temperature_logprob", "out_model_logprob", "out_entropy", "out_top_id")
         ),
-        *((n, c_void_p) for n in ("out_top_logprob", "out_nonfinite")),
+        *((n, c_void_p) for n in ("out_top_logprob", "out_nonfinite", "out_mask")),
+        ("mask_words", c_int64),
     )
 
 

@@ -320,13 +320,16 @@ class NativeOps:
             arrays[name][:] = getattr(rows, name)
         arrays["row_position"][:] = rows.position
         arrays["want"][:] = rows.want_model + 2 * rows.want_entropy.astype(np.uint8)
+        if rows.want_mask is not None and rows.want_mask.any():
+            arrays["want"][:] += 4 * rows.want_mask.astype(np.uint8)
+            arrays.reserve_masks(rows.vocab_limit)
         arrays["ban_offset"][:] = offsets
         arrays["banned"][: offsets[-1]] = [i for ids in rows.banned for i in ids]
         self._changes(arrays, rows)
         step = nl.Step(num_rows=num_rows, logits=logits_RV.data_ptr(), ld_logits=vocab, piece_rows=num_rows, vocab_limit=rows.vocab_limit)
         for name, column in arrays.columns.items():
             setattr(step, name, column.ctypes.data)
-        step.allowed_words = arrays["allowed"].shape[1]
+        step.allowed_words, step.mask_words = arrays["allowed"].shape[1], arrays["out_mask"].shape[1]
         self._run(step, self._op(nl.OP_SAMPLE, logits_RV.dtype, n=vocab))
         outputs: dict[str, Any] = {name: arrays["out_" + name] for name in SampleResult.__slots__ if name != "nonfinite"}
         top_n = arrays["top_n"]

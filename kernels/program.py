@@ -244,5 +244,5 @@ class NativeProgram:
         while a.moved:
             name = a.moved.pop()
             setattr(step, name, a[name].ctypes.data)
-            step.allowed_words = a["allowed"].shape[1]
+            step.allowed_words, step.mask_words = a["allowed"].shape[1], a["out_mask"].shape[1]
         self._library.run(self._compiled, begin, len(self._ops) if end is None else end, step, self._threads)

@@ -152,7 +152,7 @@ class ReferenceProgram:
         result = ref.sample(logits, self._sampler_rows(count))
         for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
             self._a["out_" + name][:count] = getattr(result, name)
-        for name in ("top_id", "top_logprob"):
+        for name in ("top_id", "top_logprob", "mask"):
             values = getattr(result, name)
             self._a["out_" + name][:count, : values.shape[1]] = values
 
@@ -165,6 +165,7 @@ class ReferenceProgram:
             position=self._a["row_position"][:count],
             want_model=(want & 1) > 0,
             want_entropy=(want & 2) > 0,
+            want_mask=(want & 4) > 0,
             banned=[self._a.banned_of(r) for r in range(count)],
             adjust=[self._a.adjust_of(r) for r in range(count)],
             allowed=[self._a.allowed_of(r) for r in range(count)],

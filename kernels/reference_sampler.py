@@ -18,6 +18,7 @@ from torch import Tensor
 from . import spec
 from .philox import draw64
 from .reference_math import exp32, f32, ln64
+from .sampling_mask import bit_words, encode_row
 from .step import TOP_MAX
 
 Array = npt.NDArray[Any]
@@ -57,6 +58,8 @@ class SamplerRows:
     """per row, the only ids that take part, or None for all"""
     top_n: Array | None = None
     """uint8: how many of the likeliest ids to report, at most 20"""
+    want_mask: Array | None = None
+    """bool: report which ids the row could be drawn from"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +81,8 @@ class SampleResult:
     """of `top_id`, as `logprob` (at temperature 0: at temperature 1, nothing truncated); -inf where there is none"""
     nonfinite: npt.NDArray[np.uint8]
     """0; 1 if the logits are broken (NaN, infinite); 2 if they are whole and nothing is left that may be drawn"""
+    mask: npt.NDArray[np.int32]
+    """[R, words]: a row of sampling_mask.py and zeros behind it; a 0 where not asked for, or if nonfinite. No words if no row asks"""
 
 
 class _Masses(NamedTuple):
@@ -132,7 +137,7 @@ def _keep(masses: _Masses, top_k: int, top_p: float, min_p: float) -> Tensor:
     return keep_V
 
 
-def kept_ids(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+def kept_ids(logits_V: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Which of a row's ids truncation keeps, [V] bool. At temperature 0 it is the likeliest one.
 
     Args:
@@ -141,6 +146,12 @@ def kept_ids(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min
     if temperature == 0.0:
         return torch.arange(len(logits_V)) == (logits_V == logits_V.amax()).nonzero()[0]
     return _keep(_masses(logits_V * f32(1.0 / temperature)), top_k, top_p, min_p)
+
+
+def _restricts(rows: SamplerRows, r: int) -> bool:
+    """Whether a row truncates, or has a list of ids that do or do not take part."""
+    truncates = 0 < rows.top_k[r] < rows.vocab_limit or rows.top_p[r] < 1.0 or rows.min_p[r] > 0.0
+    return bool(truncates or len(rows.banned[r]) or (rows.allowed is not None and rows.allowed[r] is not None))
 
 
 def _draw(masses: _Masses, keep_V: Tensor, random_bits: int) -> int:
@@ -191,6 +202,8 @@ class _Row(NamedTuple):
     model_logprob: float
     entropy: float
     top: list[tuple[int, float]]
+    kept_V: Tensor | None
+    """which ids it could be drawn from; None for all of them"""
 
 
 def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> _Row | int:
@@ -204,8 +217,10 @@ def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> _Row | int:
     if z_V.isnan().any() or not math.isfinite(z_V.amax().item()) or not math.isfinite(peak):
         return 2 if peak == -math.inf and math.isfinite(z_V.amax().item()) else 1
     top_n, top = 0 if rows.top_n is None else int(rows.top_n[r]), []
+    kept_V: Tensor | None = None
     if temperature == 0.0:
         token, logprob, temperature_logprob, entropy = _greedy_row(restricted, forced)
+        kept_V = kept_ids(restricted, temperature)
         if top_n:
             masses = _masses(restricted)
             top = _top(masses, torch.ones_like(restricted, dtype=torch.bool), masses.total, top_n)
@@ -221,11 +236,13 @@ def _sample_row(logits_V: Tensor, rows: SamplerRows, r: int) -> _Row | int:
         temperature_logprob = _logprob(whole, token, whole.total)
         entropy = _entropy(whole) if rows.want_entropy[r] else nan
         top = _top(masses, keep_V, kept_mass, top_n) if top_n else top
+        if _restricts(rows, r):
+            kept_V = keep_V & (restricted > -math.inf)
     model = nan
     if rows.want_model[r]:
         at_one = _masses(logits_V)
         model = _logprob(at_one, token, at_one.total)
-    return _Row(token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan, top)
+    return _Row(token, logprob, temperature_logprob, model, entropy if rows.want_entropy[r] else nan, top, kept_V)
 
 
 def check_rows(logits_RV: Tensor, rows: SamplerRows) -> None:
@@ -266,15 +283,20 @@ def sample(logits_RV: Tensor, rows: SamplerRows) -> SampleResult:
     floats = np.full((4, num_rows), np.nan, dtype=np.float32)
     width = int(rows.top_n.max(initial=0)) if rows.top_n is not None else 0
     top_id, top_logprob = np.full((num_rows, width), -1, np.int32), np.full((num_rows, width), -np.inf, np.float32)
+    want_mask = np.zeros(num_rows, np.bool_) if rows.want_mask is None else rows.want_mask
+    mask = np.zeros((num_rows, 1 + bit_words(rows.vocab_limit) if want_mask.any() else 0), np.int32)
     for r in range(num_rows):
         row = _sample_row(logits_RV[r].float(), rows, r)
         if isinstance(row, int):
             nonfinite[r] = row
         else:
-            token[r], *floats[:, r], _ = row
+            token[r], *floats[:, r], _, kept_V = row
+            if want_mask[r] and kept_V is not None:
+                words = encode_row(kept_V.nonzero()[:, 0].tolist(), rows.vocab_limit)
+                mask[r, : len(words)] = words
             top_id[r, : len(row.top)] = [i for i, _ in row.top]
             top_logprob[r, : len(row.top)] = [logprob for _, logprob in row.top]
     return SampleResult(
         token=token, logprob=floats[0], temperature_logprob=floats[1], model_logprob=floats[2], entropy=floats[3], top_id=top_id,
-        top_logprob=top_logprob, nonfinite=nonfinite,
+        top_logprob=top_logprob, nonfinite=nonfinite, mask=mask,
     )  # fmt: skip

@@ -125,6 +125,16 @@ class SamplingMask:
         """From lists of ids, None for every id."""
         return cls(vocab_size, array("i", [word for ids in rows for word in encode_row(ids, vocab_size)]))
 
+    @classmethod
+    def of_rows(cls, vocab_size: int, rows: Iterable[bytes]) -> SamplingMask:
+        """From the words of each row, little-endian, as the engine has them: they are not checked."""
+        mask, parts = cls(vocab_size), list(rows)
+        mask._words.frombytes(b"".join(parts))
+        if sys.byteorder == "big":
+            mask._words.byteswap()
+        mask._starts.extend(accumulate(len(part) // 4 for part in parts))
+        return mask
+
     @property
     def words(self) -> array[int]:
         """All rows, one behind the other. Not to be written to."""

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .sampling_mask import bit_words, row_words
+
 Array = npt.NDArray[Any]
 
 TOP_MAX = 20
@@ -61,7 +63,7 @@ class StepArrays:
         ("sample_index", "R", np.uint32),
         ("row_position", "R", np.uint32),
         ("forced", "R", np.int64),
-        ("want", "R", np.uint8),  # 1 model logprob, 2 entropy
+        ("want", "R", np.uint8),  # 1 model logprob, 2 entropy, 4 mask
         ("top_n", "R", np.uint8),  # likeliest ids to report
         ("allowed_row", "R", np.int32),  # row of `allowed`; -1 allows all ids
         ("out_token", "R", np.int64),
@@ -89,6 +91,7 @@ class StepArrays:
         self.columns["allowed"] = np.zeros((max(limits.slots, 1), 0), np.uint32)  # bits of the ids each slot allows
         for name, dtype in (("out_top_id", np.int32), ("out_top_logprob", np.float32)):
             self.columns[name] = np.zeros((limits.rows, TOP_MAX), dtype)
+        self.columns["out_mask"] = np.zeros((limits.rows, 0), np.int32)  # as sampling_mask.py has a row
         self.columns["allowed_row"][:] = -1
         self.moved: list[str] = []
         """columns that got new memory since a program last looked"""
@@ -113,6 +116,19 @@ class StepArrays:
             self.columns["allowed"] = np.zeros((old.shape[0], words), np.uint32)
             self.columns["allowed"][:, : old.shape[1]] = old
             self.moved.append("allowed")
+
+    def reserve_masks(self, vocab_limit: int) -> None:
+        """Make room for the rows' masks; nothing of it is spent before a row asks, and then no more than its mask takes."""
+        words = 1 + bit_words(vocab_limit)
+        if words > self["out_mask"].shape[1]:
+            self.columns["out_mask"] = np.zeros((self.limits.rows, words), np.int32)
+            self.moved.append("out_mask")
+
+    def mask_of(self, row: int, vocab_limit: int) -> bytes:
+        """The words of a row's mask."""
+        words = self["out_mask"][row]
+        found: bytes = words[: 1 + row_words(int(words[0]), vocab_limit)].astype("<i4", copy=False).tobytes()
+        return found
 
     def adjust_of(self, row: int) -> list[tuple[int, float, float, float]]:
         """(id, bias, factor, subtract) of a logits row's changed logits."""

@@ -80,7 +80,7 @@ struct Step {
   const uint32_t* sample_index;
   const uint32_t* row_position;
   const int64_t* forced;      // -1 draws
-  const uint8_t* want;        // 1 model logprob, 2 entropy
+  const uint8_t* want;        // 1 model logprob, 2 entropy, 4 mask
   const int32_t* ban_offset;  // [R + 1] into banned
   const int32_t* banned;
   const int32_t* adjust_offset;  // [R + 1] into adjust
@@ -97,6 +97,8 @@ struct Step {
   int32_t* out_top_id;        // [R][TOP_MAX], of which top_n are written
   float* out_top_logprob;
   uint8_t* out_nonfinite;
+  int32_t* out_mask;          // [R][mask_words], which ids a row could be drawn from, as kernels/sampling_mask.py has it
+  int64_t mask_words;
 };
 
 typedef void (*ParallelFn)(void (*fn)(void*), void* data, unsigned threads, unsigned flags);

@@ -70,7 +70,8 @@ struct Changes {
       : adjust(st.adjust + st.adjust_offset[r]), adjust_end(st.adjust + st.adjust_offset[r + 1]),
         banned(st.banned + st.ban_offset[r]), banned_end(st.banned + st.ban_offset[r + 1]),
         allowed(st.allowed_row[r] < 0 ? nullptr : st.allowed + st.allowed_row[r] * st.allowed_words), allowed_words(st.allowed_words) {}
-  bool any() const { return adjust != adjust_end || banned != banned_end || allowed; }
+  bool any() const { return adjust != adjust_end || restricts(); }
+  bool restricts() const { return banned != banned_end || allowed; }
 };
 
 // Logits change by their list; ids that do not take part drop to -inf; the maximum of the rest.
@@ -140,6 +141,7 @@ struct RowOut {
     st.out_token[r] = token < 0 ? 0 : token;
     st.out_logprob[r] = st.out_temperature_logprob[r] = st.out_model_logprob[r] = st.out_entropy[r] = nan;
     top_from(0);
+    if (mask()) *mask() = 0;
   }
   // Reported ids from place `i` on: there are none.
   void top_from(int i) const {
@@ -148,6 +150,7 @@ struct RowOut {
       st.out_top_logprob[r * TOP_MAX + i] = -__builtin_inff();
     }
   }
+  int32_t* mask() const { return st.want[r] & 4 ? st.out_mask + r * st.mask_words : nullptr; }
   bool truncated(int limit) const { return (st.top_k[r] > 0 && st.top_k[r] < limit) || st.top_p[r] < 1.0 || st.min_p[r] > 0.f; }
 };
 
@@ -191,6 +194,49 @@ inline void report_top(const RowOut& out, const float* z, float m, int padded, c
   out.top_from(place);
 }
 
+// The mask of `count` ids of [0, limit), in the smallest of its forms; `walk` calls what it is given with each, ascending.
+template <class Walk>
+inline void write_mask(int32_t* out, int limit, int count, Walk walk) {
+  int words = ceil_div(limit, 32), rest = limit - count, next = 0;
+  int32_t* at = out + 1;
+  if (rest == 0) {
+    out[0] = 0;
+  } else if (std::min(count, rest) > words) {
+    out[0] = (int32_t)0x80000000;
+    memset(at, 0, (size_t)words * 4);
+    walk([&](int id) { at[id / 32] |= (int32_t)(1u << id % 32); });
+  } else if (count <= rest) {
+    out[0] = count;
+    walk([&](int id) { *at++ = id; });
+  } else {
+    out[0] = -rest;
+    walk([&](int id) {
+      while (next < id) *at++ = next++;
+      next = id + 1;
+    });
+    while (next < limit) *at++ = next++;
+  }
+}
+
+// Which ids a row could be drawn from: the candidates, or all that take part; everything where nothing leaves any out.
+inline void report_mask(int32_t* out, const float* z, int limit, int padded, bool truncated, bool restricted) {
+  if (truncated) {
+    write_mask(out, limit, (int)candidates.size(), [&](auto keep) {
+      for (const Candidate& c : candidates) keep(c.id);
+    });
+  } else if (restricted) {
+    auto walk = [&](auto keep) {
+      for (int j = 0; j < padded; j += 16)
+        for (unsigned mask = at_least_mask(load(z + j), bc(-3.4028234663852886e38f)); mask; mask &= mask - 1) keep(j + __builtin_ctz(mask));
+    };
+    int count = 0;
+    walk([&](int) { count++; });
+    write_mask(out, limit, count, walk);
+  } else {
+    *out = 0;
+  }
+}
+
 // Draw by inverse CDF over the ids in order.
 inline int64_t draw_token(const Step& st, int r, const float* z, float m, const uint64_t* blocks, uint64_t mass, bool truncated) {
   uint64_t random = draw64(st.seed[r], st.sample_index[r], st.row_position[r]);
@@ -229,10 +275,12 @@ void sample_row(const Op& op, const Step& st, const T* logits, int r) {
     int best = 0;
     while (z[best] != m) best++;
     if (token < 0) token = best;
+    if (out.mask()) write_mask(out.mask(), limit, 1, [&](auto keep) { keep(best); });
     st.out_logprob[r] = st.out_temperature_logprob[r] = token == best ? 0.f : -__builtin_inff();
   } else {
     bool truncated = out.truncated(limit);
     if (truncated) mass = truncate(z, m, limit, padded, st.top_k[r], st.top_p[r], st.min_p[r], mass, kept);
+    if (out.mask()) report_mask(out.mask(), z, limit, padded, truncated, changes.restricts());
     if (token < 0) token = draw_token(st, r, z, m, blocks, mass, truncated);
     bool in = z[token] > -__builtin_inff() && (!truncated || kept.holds(z[token], exp_of(z[token] - m), (int)token));
     st.out_logprob[r] = in ? logprob_of(z[token], m, ln_mass(mass)) : -__builtin_inff();

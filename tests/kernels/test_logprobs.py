@@ -50,7 +50,7 @@ def literal_kept(literal: Any, logits_TV: Tensor, options: dict[str, Any]) -> Te
 
 def token_kept(logits_V: Tensor, t: int, options: dict[str, Any]) -> Tensor:
     limit, temperature = options.get("vocab_limit", V), float(np.broadcast_to(options.get("temperature", 1.0), (T,))[t])
-    found = kept_ids(logits_V[:limit], temperature, *(options.get(name, off) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))))
+    found = kept_ids(logits_V[:limit], temperature, **{name: options[name] for name in ("top_k", "top_p", "min_p") if name in options})
     return torch.nn.functional.pad(found, (0, V - limit))
 
 

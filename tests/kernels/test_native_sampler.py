@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
 def make_rows(num_rows: int, vocab: int, **columns: Any) -> ref.SamplerRows:
     values = {**DEFAULTS, "position": np.arange(num_rows), **columns}
     arrays: Any = {name: np.broadcast_to(np.asarray(values[name], dtype=kind), (num_rows,)) for name, kind in KINDS.items()}
-    changes = {name: columns[name] for name in ("adjust", "allowed", "top_n") if name in columns}
+    changes = {name: columns[name] for name in ("adjust", "allowed", "top_n", "want_mask") if name in columns}
     banned, limit = columns.get("banned", [[]] * num_rows), columns.get("vocab_limit", vocab)
     return ref.SamplerRows(**arrays, **changes, banned=banned, vocab_limit=limit)
 
@@ -66,6 +66,7 @@ def random_columns(num_rows: int, vocab: int, limit: int, seed: int) -> dict[str
         "forced": np.where(g.random(num_rows) < 0.25, g.integers(0, vocab, num_rows), -1),
         "want_model": some(True, False),
         "want_entropy": some(True, False),
+        "want_mask": some(True, True, False),
         "banned": [g.integers(0, vocab + 9, g.choice([0, 0, 1, 5, 40])).tolist() for _ in range(num_rows)],
         "vocab_limit": limit,
     }
@@ -152,7 +153,7 @@ def test_a_real_vocabulary(ops: NativeOps, once: Once) -> None:
     logits = (3 * torch.randn(8, 49152, generator=torch.Generator().manual_seed(0))).bfloat16()
     rows = make_rows(
         8, 49152, temperature=[0, 0.7, 1, 1, 1, 1, 2, 1e-6], top_k=[0, 0, 0, 50, 0, 1000, 0, 0], top_p=[1, 1, 1, 1, 0.95, 0.9, 1, 1],
-        min_p=[0, 0, 0, 0, 0, 0.01, 0.02, 0], banned=[[1, 2]] * 8, vocab_limit=49100,
+        min_p=[0, 0, 0, 0, 0, 0.01, 0.02, 0], banned=[[1, 2]] * 8, vocab_limit=49100, want_mask=np.ones(8, np.bool_),
     )  # fmt: skip
     want = once("real", lambda: ref.sample(logits, rows))
     same_result(ops.sample(logits, rows), want)
