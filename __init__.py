@@ -37,6 +37,8 @@ _EXPORTS = {
     "Unauthorized": ".rollout.errors",
     "UnknownRequest": ".rollout.errors",
     "UnsupportedModel": ".rollout.errors",
+    "read_trace": ".rollout.trace",
+    "replay": ".rollout.replay",
 }
 __all__ = [
     "AsyncRolloutClient",
@@ -66,6 +68,8 @@ __all__ = [
     "UnknownRequest",
     "UnsupportedModel",
     "__version__",
+    "read_trace",
+    "replay",
 ]
 
 if TYPE_CHECKING:
@@ -93,6 +97,8 @@ if TYPE_CHECKING:
         UnknownRequest,
         UnsupportedModel,
     )
+    from .rollout.replay import replay
+    from .rollout.trace import read_trace
 
 
 def __getattr__(name: str) -> Any:

@@ -10,15 +10,20 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 EXIT_INTERRUPTED = 130
-_HELP = {"serve": "serve a model over HTTP", "generate": "sample from one prompt, in this process"}
+_HELP = {
+    "serve": "serve a model over HTTP",
+    "generate": "sample from one prompt, in this process",
+    "replay": "compute the samples of a trace again and compare every bit",
+}
 
 
-def add_config_flags(parser: argparse.ArgumentParser, renamed: dict[str, str] | None = None) -> None:
-    """A flag for every field of EngineConfig and its parts, named after the field (unless `renamed`), helped by its docstring."""
+def add_config_flags(parser: argparse.ArgumentParser, renamed: dict[str, str] | None = None, without: Sequence[str] = ()) -> None:
+    """A flag for every field of EngineConfig (but those `without`) and its parts, named after the field (unless `renamed`), helped by
+    its docstring."""
     from .engine.config import EngineConfig
 
     parts = {f.name: f.default_factory for f in dataclasses.fields(EngineConfig) if dataclasses.is_dataclass(f.default_factory)}
-    _add_flags(parser.add_argument_group("model"), EngineConfig, "", skip={"model", *parts}, renamed=renamed)
+    _add_flags(parser.add_argument_group("model"), EngineConfig, "", skip={"model", *parts, *without}, renamed=renamed)
     for name, cls in parts.items():
         assert isinstance(cls, type)
         _add_flags(parser.add_argument_group(name), cls, f"{name}.")
@@ -98,6 +103,14 @@ def _generate(args: argparse.Namespace) -> int:
     return 1 if any(o.finish_reason == "error" for o in finals) else 0
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from .engine.config import EngineConfig
+    from .replay_command import replay_file
+
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    return replay_file(args, {k: v for k, v in vars(args).items() if k in known or "." in k})
+
+
 def _selftest(args: argparse.Namespace) -> int:
     from .selftest import main as selftest
 
@@ -156,12 +169,26 @@ def _add_generate(commands: Any) -> None:
     add_config_flags(parser, renamed={"seed": "engine_seed"})
 
 
+def _add_replay(commands: Any) -> None:
+    text = "Exit status: 0 if all is equal, 1 if not, 2 if it was refused."
+    parser = commands.add_parser("replay", help=_HELP["replay"], description=text)
+    parser.set_defaults(run=_replay)
+    parser.add_argument("file", metavar="FILE", help="a trace, as `rollsync serve --trace FILE` writes it")
+    text = "where the model is (default: where the trace says it was)"
+    parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--limit", metavar="N", type=int, help="compare the first N samples only")
+    parser.add_argument("--forced", action="store_true", help="give the tokens and score them, instead of sampling them again")
+    parser.add_argument("--skip", action="store_true", help="pass over lines that cannot be replayed, and say how many and why")
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    add_config_flags(parser, without=("trace", "apply", "weights_root", "seed", "default_pause_ttl_s"))
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The flags of a subcommand are made only if it is called."""
     parser = argparse.ArgumentParser(prog="rollsync", description="RL-rollout inference: same bits, same weights, same version.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((a for a in argv if not a.startswith("-")), None)
-    for name, add in (("serve", _add_serve), ("generate", _add_generate)):
+    for name, add in (("serve", _add_serve), ("generate", _add_generate), ("replay", _add_replay)):
         if name == chosen:
             add(commands)
         else:

@@ -51,6 +51,8 @@ class TraceRecord:
     """of the engine's numerics"""
     k_shards: int
     head_dtype: str | None
+    device: str
+    """cpu, or cuda and its number"""
     kernels: str
     request_id: str
     """as the engine knew it"""
@@ -89,6 +91,8 @@ class TraceRecord:
     cached_tokens: int = 0
     group: str | None = None
     session: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """of the engine, that say what its model was: tokenizer, load_format, sample_padding, where they were not the defaults"""
     others: dict[str, Any] = field(default_factory=dict)
     """fields that this version does not know"""
 

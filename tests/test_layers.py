@@ -12,13 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "weight_sync", "rollout", "trainer_adapters")
-TOP = ("rollout/cli.py", "rollout/selftest")
+TOP = ("rollout/cli.py", "rollout/replay_command.py", "rollout/selftest")
 """may import any layer, and are imported by none"""
 LEAVES = ("rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/metrics.py", "rollout/live_numbers.py")
 """shared by all of rollout; import only each other"""
 LAYERS = (
     ("trainer_adapters", "rollout/server"),
     ("rollout/fleet.py", "rollout/pieces.py", "rollout/client.py", "rollout/verbs.py", "rollout/transport.py", "rollout/results.py"),
+    ("rollout/replay.py",),
     ("rollout/trace.py",),
     ("rollout/engine",),
     ("rollout/models",),

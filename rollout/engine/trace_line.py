@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..wire import is_array, unpack_array
+from .config import EngineConfig
 from .params import SamplingParams
 from .runner_info import RunnerInfo
 from .sequence import Request
@@ -19,6 +20,8 @@ OPENING = b'{"rollsync_trace":'
 """how every line begins"""
 PIECE = 4096
 """values written in one go: the interpreter is held for no longer"""
+OPTIONS = ("tokenizer", "load_format", "sample_padding")
+"""of EngineConfig, that say what a model is; in a line where they differ from their defaults"""
 NOT_JSON = {"inf": '"inf"', "-inf": '"-inf"', "-0": "-0.0"}
 """what formatting writes and JSON has no number for, or would read as another"""
 
@@ -72,8 +75,13 @@ class LineMaker:
             "fingerprint": info.fingerprint,
             "k_shards": numerics.k_shards,
             "head_dtype": numerics.head_dtype,
+            "device": info.device,
             "kernels": info.kernels,
         }
+        defaults = {f.name: f.default for f in fields(EngineConfig)}
+        options = {name: getattr(info.config, name) for name in OPTIONS}
+        if options := {name: value for name, value in options.items() if value != defaults[name]}:
+            facts["options"] = options
         self._facts = _dump(facts)[:-1]
         self._request: Request | None = None
         self._shared = ""
