@@ -176,7 +176,7 @@ def _add_replay(commands: Any) -> None:
     parser.add_argument("file", metavar="FILE", help="a trace, as `rollsync serve --trace FILE` writes it")
     text = "where the model is (default: where the trace says it was)"
     parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--limit", metavar="N", type=int, help="compare the first N samples only")
+    parser.add_argument("--limit", metavar="N", type=int, help="look at the first N lines only")
     parser.add_argument("--forced", action="store_true", help="give the tokens and score them, instead of sampling them again")
     parser.add_argument("--skip", action="store_true", help="pass over lines that cannot be replayed, and say how many and why")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")

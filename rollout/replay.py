@@ -105,7 +105,7 @@ def replay(
         records: of `read_trace`.
         engine: holds the weights that made them; must have no other requests in flight.
         forced: give the tokens and score them, instead of sampling them again from their seed. Both give the same values.
-        limit: compare so many samples at most.
+        limit: look at the first so many records only.
         on_refusal: is told of a record that cannot be replayed, which is then passed over; without it the error is raised.
 
     Raises:

@@ -80,7 +80,7 @@ def in_words(file: str, report: ReplayReport, skipped: list[str], kernels: str) 
     for name, equal, total in (("samples", report.equal_samples, report.samples), ("tokens", report.equal_tokens, report.tokens), *columns):
         lines.append(f"{name:<21}{equal:>9,} of {total:>9,} equal")
     if report.empty:
-        lines.append(f"{report.empty} samples hold no token")
+        lines.append(f"without a token: {report.empty} samples")
     if skipped:
         lines += ["", f"skipped: {len(skipped)} lines, the first:", f"  {skipped[0]}"]
     if report.first_mismatch is not None:
