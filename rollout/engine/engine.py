@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 RANK_WATCH_S = 0.5
 """between two looks at whether the ranks live, with nothing to do"""
+TRACE_WATCH_S = 0.1
+"""between two looks at how far the trace is, with nothing to do"""
 
 
 class Engine:
@@ -288,6 +290,8 @@ class Engine:
     def next_deadline(self) -> float | None:
         """time.monotonic() at which `poll` has something to do."""
         times = [self.control.next_deadline(), time.monotonic() + RANK_WATCH_S if self.config.tp > 1 else None]
+        if self._trace is not None and not self._trace.is_settled:
+            times.append(time.monotonic() + TRACE_WATCH_S)
         return min((t for t in times if t is not None), default=None)
 
     def stats(self) -> dict[str, Any]:

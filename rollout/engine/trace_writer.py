@@ -56,6 +56,7 @@ class TraceWriter:
         self._digests: dict[int, str] = {}
         self._added_bytes = self._taken_bytes = 0
         self._written = self._unwritten = self._refused = 0
+        self._shown = (0, 0)
         self._is_dropping = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rollsync-trace", daemon=True)
@@ -65,7 +66,13 @@ class TraceWriter:
 
     def stats(self) -> dict[str, int]:
         """Lines written, and those lost to a queue that was full or a disk that failed."""
-        return {"trace_lines": self._written, "trace_dropped_lines": self._refused + self._unwritten}
+        self._shown = (self._written, self._refused + self._unwritten)
+        return {"trace_lines": self._shown[0], "trace_dropped_lines": self._shown[1]}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `stats` has told what became of every sample."""
+        return self._added_bytes == self._taken_bytes and self._shown == (self._written, self._refused + self._unwritten)
 
     def weights_changed(self) -> None:
         """New weights are current, from the engine's thread: their digest is taken before others replace them."""
