@@ -6,6 +6,7 @@ each, H head size.
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,13 +16,12 @@ from torch import Tensor
 from . import native_lib as nl
 from . import reference as ref
 from .kv import KvLayout
-from .native_layout import Panels
-from .native_ops import NativeOps
+from .native_layout import Panels, round_up
+from .program import ACTIVATIONS
 from .reference_math import exp32, f32, fma32, round_to
 from .segments import PAGE_TOKENS, Segments
-from .spec import GELU_CUBE, GELU_EXPONENT
-
-ACTIVATIONS = ("silu", "gelu_tanh")
+from .spec import GELU_CUBE, GELU_EXPONENT, K_BLOCK, effective_shards
+from .weights import DTYPES
 
 
 class TrainerOps(Protocol):
@@ -89,50 +89,85 @@ class NativeTrainerOps:
     def __deepcopy__(self, memo: Any) -> NativeTrainerOps:
         return self  # a model that is copied while it computes by these ops shares them
 
-    @property
-    def _ops(self) -> NativeOps:
-        return NativeOps(self.library, torch.get_num_threads())
+    def _run(self, step: nl.Step, *ops: nl.Op) -> None:
+        self.library.run((nl.Op * len(ops))(*ops), 0, len(ops), step, torch.get_num_threads())
+
+    @staticmethod
+    def _op(kind: int, dtype: torch.dtype, **fields: Any) -> nl.Op:
+        code = DTYPES[dtype]
+        return nl.Op(**{"kind": kind, "dtype": code, "out_dtype": code, "w": 0, "bias": -1, "w2": -1, "shards": 1, **fields})
 
     def linear(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, shards: int, wide: bool) -> Tensor:
-        ops = self._ops
-        packed = ops.pack_linear(w_NK, bias_N, shards)
-        return ops.linear_f32(x_MK, packed) if wide else ops.linear(x_MK, packed)
+        x_MK, w_NK, (n, k), dtype = x_MK.contiguous(), w_NK.contiguous(), w_NK.shape, x_MK.dtype
+        out = torch.empty(x_MK.shape[0], n, dtype=torch.float32 if wide else dtype)
+        # float32 rows, and bfloat16 rows of whole blocks, are read where they lie.
+        panels = Panels(x_MK.shape[0], k, dtype) if dtype == torch.bfloat16 and k % K_BLOCK else None
+        at, ld = (x_MK.data_ptr(), k) if panels is None else (panels.tensor.data_ptr(), 0)
+        bias = None
+        if bias_N is not None:
+            bias = torch.zeros(round_up(n, 32))
+            bias[:n] = bias_N
+        table = (ctypes.c_void_p * 2)(w_NK.data_ptr(), None if bias is None else bias.data_ptr())
+        ops = [
+            self._op(
+                nl.OP_LINEAR_PLAIN, dtype, bias=-1 if bias is None else 1, n=n, k=k, shards=effective_shards(k, shards), in_=at, ld_in=ld,
+                out=out.data_ptr(), ld_out=n, out_dtype=DTYPES[out.dtype],
+            )
+        ]  # fmt: skip
+        if panels is not None:
+            ops.insert(0, self._op(nl.OP_PANELS, dtype, k=k, in_=x_MK.data_ptr(), ld_in=k, out=at))
+        self._run(nl.Step(num_tokens=x_MK.shape[0], weights=ctypes.addressof(table)), *ops)
+        return out
 
     def rmsnorm(self, x_MD: Tensor, weight_D: Tensor, eps: float, one_plus: bool) -> Tensor:
-        return self._ops.rmsnorm(x_MD, weight_D, eps, one_plus)
+        x_MD, weight_D, (rows, width) = x_MD.contiguous(), weight_D.contiguous(), x_MD.shape
+        out, table = torch.empty_like(x_MD), (ctypes.c_void_p * 1)(weight_D.data_ptr())
+        op = self._op(
+            nl.OP_RMSNORM, x_MD.dtype, k=width, eps=eps, one_plus=one_plus, in_=x_MD.data_ptr(), ld_in=width, out=out.data_ptr(),
+            ld_out=width, epilogue=nl.EP_ROWS,
+        )  # fmt: skip
+        self._run(nl.Step(num_tokens=rows, weights=ctypes.addressof(table)), op)
+        return out
+
+    def _elementwise(self, x: Tensor, **fields: Any) -> Tensor:
+        x = x.contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        op = self._op(nl.OP_ACTIVATION, x.dtype, k=width, in_=x.data_ptr(), ld_in=width, out=out.data_ptr(), ld_out=width, **fields)
+        self._run(nl.Step(num_tokens=x.numel() // width), op)
+        return out
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        return ReferenceTrainerOps().activation(x, kind)
+        return self._elementwise(x, epilogue=ACTIVATIONS[kind])
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return ref.softcap(x, cap)
+        return self._elementwise(x, epilogue=nl.EP_STORE, softcap=cap)
 
     def attention(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, segments: Segments, scale: float, window: int, cap: float
     ) -> Tensor:
         (rows, length, heads, head_size), kv_heads, work = q_BTNH.shape, k_BTKH.shape[2], segments.work
-        q_BTNH, kv = q_BTNH.contiguous(), torch.cat([k_BTKH, v_BTKH], dim=2)
+        q_BTNH, kv, dtype = q_BTNH.contiguous(), torch.cat([k_BTKH, v_BTKH], dim=2), q_BTNH.dtype
         layout = KvLayout(
-            num_blocks=work.num_blocks, block_tokens=PAGE_TOKENS, num_layers=1, kv_heads=kv_heads, head_dim=head_size, dtype=q_BTNH.dtype
+            num_blocks=work.num_blocks, block_tokens=PAGE_TOKENS, num_layers=1, kv_heads=kv_heads, head_dim=head_size, dtype=dtype
         )
         # A sequence's first store clears what it does not fill, but for the padding of the head size, which must be finite.
         pages = (torch.zeros if head_size % 32 else torch.empty)(layout.nbytes, dtype=torch.uint8)
-        out = Panels(rows * length, heads * head_size, q_BTNH.dtype)
+        out = (torch.empty_like if segments.full else torch.zeros_like)(q_BTNH)
         step = nl.Step(
             num_tokens=rows * length, kv=pages.data_ptr(), kv_block_bytes=layout.block_bytes, kv_layer_bytes=layout.layer_bytes,
             block_tokens=PAGE_TOKENS, num_layers=1, table_stride=work.tables.shape[1], num_runs=len(work.runs), num_items=len(work.items),
             **{name: getattr(work, name).ctypes.data for name in ("runs", "items", "num_keys", "first_key", "token_slot", "tables")},
         )  # fmt: skip
-        ops, sizes = self._ops, {"kv_heads": kv_heads, "head_dim": head_size}
-        ops._run(
+        sizes, width = {"kv_heads": kv_heads, "head_dim": head_size}, heads * head_size
+        self._run(
             step,
-            ops._op(nl.OP_ROPE_STORE, kv.dtype, w=-1, in_=kv.data_ptr(), ld_in=2 * kv_heads * head_size, heads=0, **sizes),
-            ops._op(
-                nl.OP_ATTENTION, kv.dtype, in_=q_BTNH.data_ptr(), ld_in=heads * head_size, out=out.tensor.data_ptr(), heads=heads,
-                scale=scale, window=window, softcap=cap, **sizes,
+            self._op(nl.OP_ROPE_STORE, dtype, w=-1, in_=kv.data_ptr(), ld_in=2 * kv_heads * head_size, heads=0, **sizes),
+            self._op(
+                nl.OP_ATTENTION, dtype, in_=q_BTNH.data_ptr(), ld_in=width, out=out.data_ptr(), ld_out=width, epilogue=nl.EP_ROWS,
+                heads=heads, scale=scale, window=window, softcap=cap, **sizes,
             ),
         )  # fmt: skip
-        return out.rows().view(q_BTNH.shape)
+        return out
 
 
 @lru_cache

@@ -171,6 +171,13 @@ struct AttentionItem {
     value_rows(p + r * width + begin * 32, width, m, units + begin, end - begin, hp, acc + (int64_t)r * hp, {nullptr, 0});
   }
 
+  void put(int64_t token, int col, v16 x, int n) const {
+    if (op.epilogue == EP_ROWS)
+      store_first((T*)op.out + token * op.ld_out + col, n, x);
+    else
+      panel_store((T*)op.out, ceil_div(op.heads * hd, 32), token, col, x, n);
+  }
+
   void run() {
     gather_units(pages, table(nt - 1), head, shared_begin(), shared, most_keys, units, spare);
     for (int r = 0; r < rows; r += 16) {
@@ -183,7 +190,7 @@ struct AttentionItem {
       if (own_end(t) > shared) value_own(t);
       for (int g = 0; g < rep; g++)
         for (int h = 0; h < hd; h += 16)
-          panel_store((T*)op.out, ceil_div(op.heads * hd, 32), t0 + t, (head * rep + g) * hd + h, load(acc + ((int64_t)t * rep + g) * hp + h), std::min(hd - h, 16));
+          put(t0 + t, (head * rep + g) * hd + h, load(acc + ((int64_t)t * rep + g) * hp + h), std::min(hd - h, 16));
     }
   }
 };

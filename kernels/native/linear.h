@@ -145,8 +145,8 @@ constexpr int64_t column_bytes() {
 }
 
 template <class T>
-void pack(T* dst, const T* src, int64_t ld_src, int n, int width, bool interleave, int row0, int rows, int col0, int cols) {
-  const bool whole_lines = (uintptr_t)dst % 64 == 0;
+void pack(T* dst, const T* src, int64_t ld_src, int n, int width, bool interleave, int row0, int rows, int col0, int cols, bool stream = true) {
+  const bool whole_lines = stream && (uintptr_t)dst % 64 == 0;
   walk_weights<T>(
       n, interleave, row0, rows, col0, cols,
       [&](int r, int c, int block, int lane) {
@@ -207,26 +207,26 @@ inline void configure(int m0, int m1) {
 constexpr int PREFETCH_BYTES = 32768;
 
 template <bool FULL, bool STREAM>
-inline void product_tiles(const bf16* a0, const bf16* a1, const bf16* b, const bf16* end, float* c) {
+inline void product_tiles(const bf16* a0, const bf16* a1, int64_t a_step, int64_t a_stride, const bf16* b, const bf16* end, float* c) {
   _tile_zero(0);
   _tile_zero(1);
   if (FULL) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (; b < end; b += 1024, a0 += 512, a1 += 512) {
+  for (; b < end; b += 1024, a0 += a_step, a1 += a_step) {
     if (STREAM)
       for (int i = 0; i < 2048; i += 64) {
         _mm_prefetch((const char*)b + PREFETCH_BYTES + i, _MM_HINT_T1);
         _mm_prefetch((const char*)b + 4096 + i, _MM_HINT_T0);
       }
     _tile_loadd(6, b, 64);
-    _tile_loadd(4, a0, 64);
+    _tile_loadd(4, a0, a_stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, b + 512, 64);
     _tile_dpbf16ps(1, 4, 7);
     if (FULL) {
-      _tile_loadd(5, a1, 64);
+      _tile_loadd(5, a1, a_stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -239,19 +239,21 @@ inline void product_tiles(const bf16* a0, const bf16* a1, const bf16* b, const b
   }
 }
 
-inline void product(const bf16* x, int k_blocks, int m, const bf16* w, int kb0, int kb1, float* c, float*, bool stream) {
+// `ld` is 0 where x lies in panels, else the stride of its rows.
+inline void product(const bf16* x, int64_t ld, int k_blocks, int m, const bf16* w, int kb0, int kb1, float* c, float*, bool stream) {
   int m0 = m < 16 ? m : 16, m1 = m - m0;
   configure(m0, m1);
-  const bf16 *a0 = x + (int64_t)kb0 * 512, *a1 = a0 + (int64_t)k_blocks * 512;
+  const bf16 *a0 = x + (int64_t)kb0 * (ld ? 32 : 512), *a1 = a0 + (ld ? ld * 16 : (int64_t)k_blocks * 512);
   const bf16 *b = w + (int64_t)kb0 * 1024, *end = w + (int64_t)kb1 * 1024;
+  int64_t step = ld ? 32 : 512, stride = ld ? ld * 2 : 64;
   if (m1 && stream)
-    product_tiles<true, true>(a0, a1, b, end, c);
+    product_tiles<true, true>(a0, a1, step, stride, b, end, c);
   else if (m1)
-    product_tiles<true, false>(a0, a1, b, end, c);
+    product_tiles<true, false>(a0, a1, step, stride, b, end, c);
   else if (stream)
-    product_tiles<false, true>(a0, a1, b, end, c);
+    product_tiles<false, true>(a0, a1, step, stride, b, end, c);
   else
-    product_tiles<false, false>(a0, a1, b, end, c);
+    product_tiles<false, false>(a0, a1, step, stride, b, end, c);
 }
 constexpr bool WIDEN_ROWS = false;
 
@@ -279,7 +281,7 @@ inline void product_rows(const float* a, int64_t lda, const bf16* w, int kb0, in
 }
 
 // `wide` holds the same rows as float [32][32 k_blocks].
-inline void product(const bf16*, int k_blocks, int m, const bf16* w, int kb0, int kb1, float* c, float* wide, bool) {
+inline void product(const bf16*, int64_t, int k_blocks, int m, const bf16* w, int kb0, int kb1, float* c, float* wide, bool) {
   constexpr int R = ROWS_AT_ONCE;
   int64_t lda = (int64_t)k_blocks * 32;
   for (int h = 0; h < 2; h++)
@@ -402,16 +404,29 @@ inline void add_parts(const Op& op, int r0, int r1) {
     }
 }
 
+// What of a linear op's weights and rows the kernels read: `weights` packed, from the op's first block on; `ld` as in `product`.
+template <class T>
+struct Operands {
+  const T *weights, *x;
+  int64_t ld;
+};
+
+template <class T>
+inline Operands<T> packed_operands(const Op& op, const Step& st) {
+  return {(const T*)st.weights[op.w] + packed_offset((T*)nullptr, op.first_block, 0, 0, op.k), (const T*)op.in, 0};
+}
+inline const float* bias_of(const Op& op, const Step& st) { return op.bias < 0 ? nullptr : (const float*)st.weights[op.bias]; }
+
 template <class O>
-inline void linear_item(const Op& op, const Step& st, const bf16* x, O* y, int nb0, int nb1, int r0, int r1, float* scratch) {
+inline void linear_item(const Op& op, const Step& st, Operands<bf16> in, O* y, int nb0, int nb1, int r0, int r1, float* scratch) {
   int kb = ceil_div(op.k, 32), per = kb / op.shards;
-  LinearItem<bf16, O> item{op, (const bf16*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, kb};
+  LinearItem<bf16, O> item{op, in.weights, bias_of(op, st), y, kb};
   alignas(64) float c[16 * 4 * TILE];
   auto one = [&](int nb, int r) {
     int m = r1 - r < 32 ? r1 - r : 32;
-    const bf16* w = item.weights + (int64_t)(op.first_block + nb) * kb * 1024;
-    const bf16* a = x + (int64_t)(r / 16) * kb * 512;
-    for (int s = 0; s < op.shards; s++) product(a, kb, m, w, s * per, (s + 1) * per, c + s * 4 * TILE, scratch, r == r0);
+    const bf16* w = item.weights + (int64_t)nb * kb * 1024;
+    const bf16* a = in.x + (in.ld ? r * in.ld : (int64_t)(r / 16) * kb * 512);
+    for (int s = 0; s < op.shards; s++) product(a, in.ld, kb, m, w, s * per, (s + 1) * per, c + s * 4 * TILE, scratch, r == r0);
     if (op.shards > 1) add_tree(c, op.shards, 4 * TILE);
     item.finish(nb, r, m, c);
   };
@@ -423,21 +438,22 @@ inline void linear_item(const Op& op, const Step& st, const bf16* x, O* y, int n
   for (int r = r0; r < r1; r += 32) {
     int m = r1 - r < 32 ? r1 - r : 32;
     for (int i = 0; i < m; i++)
-      for (int k = 0; k < kb * 32; k += 16) store(scratch + (int64_t)i * kb * 32 + k, load(panel_at((bf16*)x, kb, r + i, k)));
+      for (int k = 0; k < kb * 32; k += 16)
+        store(scratch + (int64_t)i * kb * 32 + k, load(in.ld ? in.x + (r + i) * in.ld + k : panel_at((bf16*)in.x, kb, r + i, k)));
     for (int nb = nb0; nb < nb1; nb++) one(nb, r);
   }
 }
 
-inline void linear_item(const Op& op, const Step& st, const float* x, float* y, int nb0, int nb1, int r0, int r1, float*) {
-  int64_t lda = round_up(op.k, 32);
+inline void linear_item(const Op& op, const Step& st, Operands<float> in, float* y, int nb0, int nb1, int r0, int r1, float*) {
+  int64_t lda = in.ld ? in.ld : round_up(op.k, 32);
   int per = op.k / op.shards;
-  LinearItem<float, float> item{op, (const float*)st.weights[op.w], op.bias < 0 ? nullptr : (const float*)st.weights[op.bias], y, 0};
+  LinearItem<float, float> item{op, in.weights, bias_of(op, st), y, 0};
   alignas(64) float c[16 * 4 * TILE];
   for (int nb = nb0; nb < nb1; nb++)
     for (int r = r0; r < r1; r += 32) {
       int m = r1 - r < 32 ? r1 - r : 32;
-      const float* w = item.weights + (int64_t)(op.first_block + nb) * op.k * 32;
-      for (int s = 0; s < op.shards; s++) product(x + r * lda, lda, m, w, s * per, (s + 1) * per, c + s * 4 * TILE);
+      const float* w = item.weights + (int64_t)nb * op.k * 32;
+      for (int s = 0; s < op.shards; s++) product(in.x + r * lda, lda, m, w, s * per, (s + 1) * per, c + s * 4 * TILE);
       if (op.shards > 1) add_tree(c, op.shards, 4 * TILE);
       item.finish(nb, r, m, c);
     }

@@ -48,11 +48,26 @@ void norm_rows(const Op& op, const Step& st, int r0, int r1) {
   int kb = ceil_div(op.k, 32);
   for (int r = r0; r < r1; r++) {
     const T* x = (const T*)op.in + (op.rows_mode ? st.hidden_row[r] : r) * op.ld_in;
-    T* residual = (T*)op.out + r * op.ld_out;
-    if (op.epilogue == EP_RESIDUAL)
+    T* residual = (T*)op.out + r * op.ld_out;  // or plain rows, which it need not be added to
+    if (op.epilogue == EP_ROWS)
+      norm_row(x, weight, op.k, op.eps, op.one_plus, [&](int j, int n, v16 y) { store_first(residual + j, n, y); });
+    else if (op.epilogue == EP_RESIDUAL)
       norm_row(x, weight, op.k, op.eps, op.one_plus, [&](int j, int n, v16 y) { store_first(residual + j, n, load_first(residual + j, n) + rounded<T>(y)); });
     else
       norm_row(x, weight, op.k, op.eps, op.one_plus, [&](int j, int n, v16 y) { panel_store((T*)op.out, kb, r, j, y, n); });
+  }
+}
+
+template <class T>
+void activation_rows(const Op& op, int r0, int r1) {
+  auto apply = [&](v16 x) {
+    if (op.epilogue == EP_STORE) return softcapped<T>(x, op.softcap);
+    return x / (bc(1.f) + vexp(op.epilogue == EP_SILU_MUL ? zero16() - x : gelu_exponent(x)));
+  };
+  for (int r = r0; r < r1; r++) {
+    const T* in = (const T*)op.in + r * op.ld_in;
+    T* out = (T*)op.out + r * op.ld_out;
+    for (int j = 0; j < op.k; j += 16) store_first(out + j, std::min(op.k - j, 16), apply(load_first(in + j, op.k - j)));
   }
 }
 
@@ -107,7 +122,9 @@ struct Run {
       case OP_RMSNORM:
       case OP_ADD_PARTS:
       case OP_PANELS: phases.push_back({&op, op.kind, op.dtype, ceil_div(rows, per), 0, rows, per}); break;
+      case OP_ACTIVATION: phases.push_back({&op, op.kind, op.dtype, ceil_div(rows, per), 0, rows, per}); break;
       case OP_LINEAR: add_linear(op, 0, rows, threads); break;
+      case OP_LINEAR_PLAIN: add_plain_linear(op, rows, threads); break;
       case OP_ROPE_STORE: phases.push_back({&op, op.kind, op.dtype, s.num_runs, 0, 0, 1}); break;
       case OP_ATTENTION: phases.push_back({&op, op.kind, op.dtype, s.num_items * op.kv_heads, 0, 0, 1}); break;
       case OP_COPY_BLOCKS: phases.push_back({&op, op.kind, op.dtype, s.num_copies ? s.num_layers : 0, 0, 0, 1}); break;
@@ -127,10 +144,31 @@ struct Run {
   void add_linear(const Op& op, int row0, int row1, int threads) {
     if (row1 <= row0 || op.n == 0) return;  // a rank may have no id of a small vocabulary
     int blocks = num_weight_blocks(op.n, gated(op)), per = ceil_div(blocks, threads * 16);
-    int64_t row_bytes = (int64_t)op.k * (op.dtype ? 4 : 2);
-    int piece = std::max<int64_t>(32, PANEL_BYTES / row_bytes / 32 * 32);
+    int piece = piece_rows(op);
     for (int r = row0; r < row1; r += piece)
       phases.push_back({&op, op.kind, op.dtype, ceil_div(blocks, per), r, r + piece < row1 ? r + piece : row1, per});
+  }
+
+  // Items are groups of weight blocks, packed into what the second-level cache holds beside the rows that then pass.
+  void add_plain_linear(const Op& op, int rows, int threads) {
+    if (rows == 0) return;
+    int blocks = ceil_div(op.n, 32), fit = (int)std::max<int64_t>(1, PANEL_BYTES / (32 * (int64_t)op.k * (op.dtype ? 4 : 2)));
+    int per = std::min(ceil_div(blocks, threads * 4), fit);
+    phases.push_back({&op, op.kind, op.dtype, ceil_div(blocks, per), 0, rows, per});
+  }
+  static int piece_rows(const Op& op) { return (int)std::max<int64_t>(32, PANEL_BYTES / ((int64_t)op.k * (op.dtype ? 4 : 2)) / 32 * 32); }
+
+  template <class T, class O>
+  static void plain_linear_item(const Op& op, const Step& s, O* out, int nb0, int nb1, int r0, int r1) {
+    int64_t width = round_up(op.k, 32), block = packed_offset((T*)nullptr, 1, 0, 0, op.k);
+    scratch.reset((32 * width * 4 + (nb1 - nb0) * block * sizeof(T)) + 256);
+    float* wide = scratch.take<float>(32 * width);
+    T* packed = scratch.take<T>((nb1 - nb0) * block);
+    int n = std::min(op.n - nb0 * 32, (nb1 - nb0) * 32), piece = piece_rows(op);
+    if (op.k % 32) memset(packed, 0, (nb1 - nb0) * block * sizeof(T));
+    pack(packed, (const T*)s.weights[op.w] + (int64_t)nb0 * 32 * op.k, op.k, n, op.k, false, 0, n, 0, op.k, false);
+    Operands<T> in{packed - nb0 * block, (const T*)op.in, op.ld_in};
+    for (int r = r0; r < r1; r += piece) linear_item(op, s, in, out, nb0, nb1, r, std::min(r + piece, r1), wide);
   }
 
   template <class T>
@@ -146,6 +184,15 @@ struct Run {
       case OP_ATTENTION: attention_item<T>(op, s, i); break;
       case OP_COPY_BLOCKS: copy_blocks(s, i); break;
       case OP_ADD_PARTS: add_parts<T>(op, r0, r1); break;
+      case OP_ACTIVATION: activation_rows<T>(op, r0, r1); break;
+      case OP_LINEAR_PLAIN: {
+        int nb0 = i * ph.per, nb1 = std::min(nb0 + ph.per, ceil_div(op.n, 32));
+        if (op.out_dtype)
+          plain_linear_item<T>(op, s, (float*)op.out, nb0, nb1, ph.row0, ph.row1);
+        else
+          plain_linear_item<T>(op, s, (T*)op.out, nb0, nb1, ph.row0, ph.row1);
+        break;
+      }
       case OP_LINEAR:
       case OP_LOGITS_PART:
       case OP_LOGITS: {
@@ -155,7 +202,7 @@ struct Run {
         auto run = [&](auto* out) {
           if (ph.kind == OP_LOGITS) out -= (int64_t)ph.row0 * s.ld_logits;  // rows of a piece stand at the top of the logits buffer
           if (ph.kind == OP_LOGITS_PART) out -= (int64_t)s.row_begin * op.ld_out;
-          linear_item(op, s, (const T*)op.in, out, nb0, nb1, ph.row0, ph.row1, wide);
+          linear_item(op, s, packed_operands<T>(op, s), out, nb0, nb1, ph.row0, ph.row1, wide);
         };
         if (op.out_dtype)
           run((float*)op.out);

@@ -5,10 +5,10 @@
 
 enum OpKind : int32_t {
   OP_EMBED = 1,       // out[t] = row ids[t] of weight w (plain rows, or packed when `packed`) * scale
-  OP_RMSNORM = 2,     // out (panels) = rmsnorm(in (rows)) * w, or with EP_RESIDUAL out (rows) += that; rows_mode 1 reads in[hidden_row[r]]
+  OP_RMSNORM = 2,     // out (panels; EP_ROWS: rows) = rmsnorm(in (rows)) * w, or with EP_RESIDUAL out (rows) += that; rows_mode 1 reads in[hidden_row[r]]
   OP_LINEAR = 3,      // in (panels) -> out, by epilogue
   OP_ROPE_STORE = 4,  // norm the q heads of in (rows) by w and its k heads by w2, rotate both, all in place; store k and v into the pages
-  OP_ATTENTION = 5,   // q of in (rows), pages -> out (panels)
+  OP_ATTENTION = 5,   // q of in (rows), pages -> out (panels; EP_ROWS: rows)
   OP_COPY_BLOCKS = 6, // KV block copies, all layers
   OP_LOGITS = 7,      // head linear and sampler over hidden panels, in pieces of `piece_rows`
   OP_PANELS = 8,      // in (rows) -> out (panels)
@@ -17,8 +17,11 @@ enum OpKind : int32_t {
   OP_ADD_PARTS = 10,    // the sums of `parts` ranks in float32, at in + part * part_stride -> out (rows), by epilogue; same tree as inside a rank
   OP_LOGITS_PART = 11,  // head linear of logits rows [row_begin, row_end), this rank's ids only -> the top of out
   OP_SAMPLE_PARTS = 12, // logits of those rows, `k` ids of each rank, side by side; then the sampler
+  // Where a trainer computes:
+  OP_LINEAR_PLAIN = 13, // OP_LINEAR of weights in plain rows; in: rows where ld_in is set (bfloat16: k % 32 == 0), else panels
+  OP_ACTIVATION = 14,   // in (rows) -> out (rows): the activation of a gated epilogue alone; EP_STORE: the soft cap
 };
-enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_GELU_MUL = 3 };
+enum Epilogue : int32_t { EP_STORE = 0, EP_RESIDUAL = 1, EP_SILU_MUL = 2, EP_GELU_MUL = 3, EP_ROWS = 4 };
 
 struct Op {
   int32_t kind, dtype;       // dtype: 0 bfloat16, 1 float32
