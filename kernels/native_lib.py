@@ -124,10 +124,10 @@ class NativeLibrary:
             raise OSError(f"the {build} kernels are not compiled (pip install with a C++ compiler builds them)")
         self.build = build
         self._lib: Any = ctypes.CDLL(str(path))
-        sizes = (c_int64 * 2)()
-        self._lib.rs_abi(sizes)
-        if (sizes[0], sizes[1]) != (ctypes.sizeof(Op), ctypes.sizeof(Step)):
-            raise OSError(f"{path} does not match this version of rollsync (struct sizes differ): rebuild it")
+        abi = (c_int64 * 3)()
+        self._lib.rs_abi(abi)
+        if tuple(abi) != (ctypes.sizeof(Op), ctypes.sizeof(Step), OP_ACTIVATION):
+            raise OSError(f"{path} does not match this version of rollsync (structs or ops differ): rebuild it")
         if self._lib.rs_init() != 0:
             raise OSError(f"the system refuses the {build} kernels (no permission for tile registers)")
         self._lib.rs_packed_elems.restype = c_int64

@@ -258,10 +258,11 @@ void run_threads(void* data) { ((const Run*)data)->work(); }
 extern "C" {
 #pragma GCC visibility push(default)
 
-// Sizes the loader checks: a mismatch means the library and the Python side are of different versions.
+// What the loader checks: a mismatch means the library and the Python side are of different versions.
 void rs_abi(int64_t* out) {
   out[0] = sizeof(Op);
   out[1] = sizeof(Step);
+  out[2] = OP_ACTIVATION;  // the last kind of op
 }
 
 // Whether this build runs here (and, for AMX, leave to use it). 0 is yes.
