@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rollsync.rollout.engine.batch import BatchBuilder
 from rollsync.rollout.engine.model_runner import ModelRunner
 from rollsync.rollout.engine.types import StepPlan, StepResult
 from rollsync.rollout.selftest import matrix
-from rollsync.rollout.selftest.matrix import Cell
+from rollsync.rollout.selftest.cells import PATHS, Cell, cells, pairwise
 
 ROW = re.compile(r"^(sampled|re-prefilled) .*$", re.MULTILINE)
 
@@ -22,10 +24,10 @@ ROW = re.compile(r"^(sampled|re-prefilled) .*$", re.MULTILINE)
 def few(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Leaves a few cells of the matrix (the others print "-"), no further runs and no times."""
 
-    def keep(*cells: Cell) -> None:
-        every = list(matrix.cells())
-        assert len(every) == 32 == len(set(every))
-        monkeypatch.setattr(matrix, "cells", lambda: iter(cells))
+    def keep(*chosen: Cell) -> None:
+        every, full = list(cells()), list(cells(PATHS, (False, True), (1, 2, 4)))
+        assert len(every) == 32 == len(set(every)) and len(full) == 384 == len(set(full)) and set(every) < set(full)
+        monkeypatch.setattr(selftest, "_cells", lambda *_: list(chosen))
         monkeypatch.setattr(selftest, "_run_others", lambda *_: {})
         monkeypatch.setattr(selftest, "_print_timings", lambda *_: None)
 
@@ -42,7 +44,7 @@ def test_every_cell_is_a_yes(capsys: pytest.CaptureFixture[str], cancelling: dic
 
 
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], cancelling: dict[str, str], few: Callable[..., None]) -> None:
-    few(Cell(), Cell(batch=True, preempted=True, chunked=True), Cell(prefilled=True, cached=True, preempted=True, batch=True))
+    few(Cell(), Cell(batch=True, preempted=True, chunked=True), Cell(path="re-prefilled", cached=True, preempted=True, batch=True))
     assert main(["selftest", cancelling["qwen2"], "--dtype", "float32", "--threads", "1", "--k-shards", "2"]) == 0
     out = capsys.readouterr().out
     assert cancelling["qwen2"] in out and "v1-k2-" in out and len(ROW.findall(out)) == 8
@@ -63,6 +65,43 @@ def test_other_bits_are_a_no(capsys: pytest.CaptureFixture[str], monkeypatch: py
     out = capsys.readouterr().out
     assert re.search(r"^sampled +yes +- +NO", out, re.MULTILINE)
     assert "WRONG  float32, batch: request 0 from token 48 on: entropy" in out
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Cell]]:
+    """Leaves of the full matrix what covers every pair of conditions."""
+    chosen = pairwise(("float32", "bfloat16"))
+    monkeypatch.setattr(selftest, "_cells", lambda dtype, *_: chosen[dtype])
+    monkeypatch.setattr(selftest, "_run_others", lambda *_: {})
+    monkeypatch.setattr(selftest, "_print_timings", lambda *_: None)
+    return chosen
+
+
+def test_every_pair_of_conditions_is_a_yes(capsys: pytest.CaptureFixture[str], pairs: dict[str, list[Cell]]) -> None:
+    assert main(["selftest", "--full", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"\byes\b", out)) == sum(map(len, pairs.values())) and not re.search(r"\bNO\b|error|WRONG", out)
+
+
+def test_pairs_are_all_there(pairs: dict[str, list[Cell]]) -> None:
+    names = [field.name for field in fields(Cell)]
+    met = set()
+    for dtype, chosen in pairs.items():
+        for cell in chosen:
+            met |= set(combinations([("dtype", dtype), *((name, getattr(cell, name)) for name in names)], 2))
+    values = {"dtype": tuple(pairs), "path": PATHS, "tp": (1, 2, 4)}
+    for a, b in combinations(["dtype", *names], 2):
+        for x, y in product(values.get(a, (False, True)), values.get(b, (False, True))):
+            assert ((a, x), (b, y)) in met
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [None, "avx2"])
+def test_every_cell_of_the_full_matrix_is_a_yes(capsys: pytest.CaptureFixture[str], kernels: str | None) -> None:
+    assert main(["selftest", "--full", "--threads", "1", *(["--kernels", kernels] if kernels else [])]) == 0
+    out = capsys.readouterr().out
+    matrix_part = out[: out.index("kernels  ", out.index("after a sync"))]
+    assert len(re.findall(r"\byes\b", matrix_part)) == 768 and not re.search(r"\bNO\b|error|WRONG", out)
 
 
 def test_a_row_that_reads_another_token_is_found(

@@ -9,13 +9,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..engine.config import EngineConfig
     from ..engine.runner_info import RunnerInfo
-    from .matrix import Cell, Matrix
+    from .cells import Cell
+    from .matrix import Matrix
 
 DTYPES = ("float32", "bfloat16")
 Wrong = list[str]
@@ -31,7 +35,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", metavar="NAME", help="amx, avx512, avx2 or reference (default: the best this machine runs)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all; the tiny model runs on 1)")
     parser.add_argument("--k-shards", type=int, default=4, metavar="N", help="partial sums of a row-parallel layer (default: 4)")
-    parser.add_argument("--full", action="store_true", help="more page sizes and thread counts, and the reference in plain torch (slow)")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="also after a weight update, over 1, 2 and 4 ranks, and by a Hugging Face trainer under parity; more page sizes and thread "
+        "counts, and the reference in plain torch (minutes)",
+    )
     return parser
 
 
@@ -68,22 +77,40 @@ def _print_head(info: RunnerInfo, name: str, wanted: str | None, num_requests: i
     print(f"fingerprint  {info.fingerprint}, as the specification says")
 
 
-def _print_matrix(results: dict[str, dict[Cell, Wrong]]) -> None:
-    from .matrix import Cell
+def _print_matrix(results: dict[str, dict[Cell, Wrong]], full: bool) -> None:
+    """One table over all dtypes; of the full matrix, one for each."""
+    from .cells import ENGINE_PATHS, PATHS, TPS
 
-    columns = [(dtype, batch, chunked) for dtype in results for batch in (False, True) for chunked in (False, True)]
-    print(f"\n{'':34}" + "".join(f"{dtype:36}" for dtype in results).rstrip())
-    print(f"{'':34}" + "".join(f"{'batch' if batch else 'alone':9}" for _, batch, _ in columns).rstrip())
-    print(f"{'':34}" + "".join(f"{'chunked' if chunked else 'whole':9}" for *_, chunked in columns).rstrip())
-    for prefilled in (False, True):
-        for cached in (False, True):
-            for preempted in (False, True):
-                words = ["re-prefilled" if prefilled else "sampled", "cached" if cached else "", "preempted" if preempted else ""]
-                line = ""
-                for dtype, batch, chunked in columns:
-                    cell = Cell(prefilled=prefilled, cached=cached, preempted=preempted, batch=batch, chunked=chunked)
-                    line += f"{_word(results[dtype].get(cell)):9}"
-                print(f"{words[0]:13} {words[1]:7} {words[2]:12}{line}".rstrip())
+    tables = [[dtype] for dtype in results] if full else [list(results)]
+    paths, syncs, tps = (PATHS, (False, True), TPS) if full else (ENGINE_PATHS, (False,), (1,))
+    for dtypes in tables:
+        columns = [
+            (dtype, {"tp": tp, "batch": batch, "chunked": chunked})
+            for dtype in dtypes
+            for tp in tps
+            for batch in (False, True)
+            for chunked in (False, True)
+        ]
+        print()
+        heads = [dtype + f", tp {tp}" * full for dtype in dtypes for tp in tps]
+        _print_row([], heads, 36)
+        _print_row([], ["batch" if c["batch"] else "alone" for _, c in columns])
+        _print_row([], ["chunked" if c["chunked"] else "whole" for _, c in columns])
+        for path, cached, preempted, synced in product(paths, (False, True), (False, True), syncs):
+            row = {"path": path, "cached": cached, "preempted": preempted, "synced": synced}
+            words = [path, "cached" * cached, "preempted" * preempted, "after a sync" * synced]
+            _print_row(words, [_word(results[dtype].get(_cell(**row, **column))) for dtype, column in columns])
+
+
+def _print_row(words: list[str], entries: list[str], width: int = 9) -> None:
+    name = "".join(f"{word:{w}}" for word, w in zip(words, (13, 7, 10, 13), strict=False))
+    print(f"{name:44}{''.join(f'{entry:{width}}' for entry in entries)}".rstrip())
+
+
+def _cell(**conditions: Any) -> Cell:
+    from .cells import Cell
+
+    return Cell(**conditions)
 
 
 def _word(wrong: Wrong | None) -> str:
@@ -123,7 +150,7 @@ def _run_others(matrix: Matrix, full: bool, tiny: bool, status: _Status) -> dict
 def _print_others(results: dict[str, dict[str, Wrong]]) -> None:
     print()
     for name in next(iter(results.values())):
-        print(f"{name:34}" + "".join(f"{_word(found[name]):36}" for found in results.values()).rstrip())
+        _print_row([name], [_word(found[name]) for found in results.values()], 36)
 
 
 def _print_timings(info: RunnerInfo, path: str | None, dtypes: Sequence[str], threads: int) -> None:
@@ -152,30 +179,54 @@ def _print_timings(info: RunnerInfo, path: str | None, dtypes: Sequence[str], th
         print(f"{row[0].op:16}{row[0].shape:34}{cells}")
 
 
-def _check(config: EngineConfig, name: str, args: argparse.Namespace, dtypes: Sequence[str], tiny: bool) -> tuple[RunnerInfo, list[str]]:
+def _check(
+    config: EngineConfig, name: str, args: argparse.Namespace, dtypes: Sequence[str], folder: str | None
+) -> tuple[RunnerInfo, list[str]]:
     """Print everything but times. Returns what the first engine said of itself, and all that is wrong."""
     from ..engine.devices import choose_kernels
     from .matrix import Matrix
+    from .updates import Folders
 
+    tiny = args.model is None
     slow = not tiny or choose_kernels(args.kernels) == "reference"
-    status, (num_requests, num_alone) = _Status(), (4, 1) if slow else (6, 4)
+    status, (num_requests, num_alone) = _Status(), (4, 1) if slow or args.full else (6, 4)
+    folders = Folders(config.model, folder) if folder else None
     matrices: dict[str, dict[Cell, Wrong]] = {}
     others: dict[str, dict[str, Wrong]] = {}
     for dtype in dtypes:
         status(f"{dtype}: baseline")
-        matrix = Matrix(replace(config, dtype=dtype), num_requests, num_alone)
+        matrix = Matrix(replace(config, dtype=dtype), num_requests, num_alone, folders)
         if dtype == dtypes[0]:
             status()
             info = matrix.info
             _print_head(info, name, args.kernels, num_requests)
-        matrices[dtype] = dict(matrix.verdicts(lambda cell, dtype=dtype: status(f"{dtype}: {cell}")))  # type: ignore[misc]
+        cells = _cells(dtype, args.full, config)
+        matrices[dtype] = dict(matrix.verdicts(cells, lambda cell, dtype=dtype: status(f"{dtype}: {cell}")))  # type: ignore[misc]
         others[dtype] = _run_others(matrix, args.full, tiny, status)
     status()
-    _print_matrix(matrices)
+    _print_matrix(matrices, args.full)
     _print_others(others)
     wrong = [f"{dtype}, {cell}: {w}" for dtype, found in matrices.items() for cell, ws in found.items() for w in ws]
     wrong += [f"{dtype}, {what}: {w}" for dtype, found in others.items() for what, ws in found.items() for w in ws]
     return info, wrong
+
+
+def _cells(dtype: str, full: bool, config: EngineConfig) -> list[Cell]:
+    """What is run in a dtype: of the full matrix, what as many ranks as the model allows can be."""
+    from ..models.config import load_decoder_config
+    from ..models.params import check_tp
+    from .cells import PATHS, TPS, cells
+
+    if not full:
+        return list(cells())
+    model, tps = load_decoder_config(config.model), []
+    for tp in TPS:
+        try:
+            check_tp(model, tp, 0, config.numerics.k_shards)
+            tps.append(tp)
+        except ConfigError as error:
+            print(f"no cells of tp {tp}: {error}")
+    return list(cells(PATHS, (False, True), tps))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads = args.threads or (1 if tiny else None)
         config = EngineConfig(model=path, numerics=NumericsConfig(k_shards=args.k_shards, threads=threads, kernels=args.kernels))
         name = "tiny llama whose sums cancel" if tiny else args.model
-        info, wrong = _check(config, name, args, dtypes, tiny)
+        info, wrong = _check(config, name, args, dtypes, folder if args.full else None)
         _print_timings(info, None if tiny else path, dtypes, args.threads or len(os.sched_getaffinity(0)))
     for line in wrong[:20]:
         print(f"WRONG  {line}")

@@ -1,24 +1,26 @@
 """The guarantee, cell by cell: one workload under every combination of conditions, each run compared bit for bit with the plainest.
 
 A cell counts only if its conditions were met: every step is watched, and a run without the chunks, hits or preemptions it should
-have had is an error.
+have had is an error. So is an update that changed nothing on the way.
 """
 
 from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
-from ..engine.model_runner import ModelRunner
+from ..engine.parallel_runner import make_runner
 from ..engine.params import SamplingParams
-from ..engine.runner_info import RunnerInfo
+from ..engine.runner_info import Runner, RunnerInfo
 from ..engine.types import RolloutRequest, SampleOutput, StepPlan, StepResult
+from .cells import Cell, by_engine
+from .trainer import Trainer
+from .updates import Folders
 
 BLOCK = 32
 SHARED, SHORTEST, OUTPUT, FORCED = 2 * BLOCK, 90, 48, 32
@@ -40,34 +42,6 @@ Outputs = dict[str, SampleOutput]
 Floats = Sequence[float | None] | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """One combination. All false is the baseline's own."""
-
-    prefilled: bool = False
-    """most of the output is fed in again instead of sampled"""
-    cached: bool = False
-    preempted: bool = False
-    batch: bool = False
-    chunked: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        """A pool that two to four requests outgrow, or one that holds all."""
-        if not self.preempted:
-            return 64
-        return 10 if self.cached and self.prefilled else 9
-
-    def __str__(self) -> str:
-        names = [f.name if getattr(self, f.name) else "" for f in fields(self)]
-        return ", ".join(filter(None, names)) or "plain"
-
-
-def cells() -> Iterator[Cell]:
-    for values in product((False, True), repeat=5):
-        yield Cell(**dict(zip((f.name for f in fields(Cell)), values, strict=True)))
-
-
 class ConditionNotMet(Exception):
     """A run was not what its cell says."""
 
@@ -75,7 +49,7 @@ class ConditionNotMet(Exception):
 class _Watch:
     """A runner that notes what the steps were."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.info: RunnerInfo = runner.info
         self.updates, self.sleep, self.wake, self.check = runner.updates, runner.sleep, runner.wake, runner.check
@@ -117,7 +91,8 @@ def open_engine(config: EngineConfig, **options: Any) -> tuple[Engine, _Watch]:
         part = getattr(config, name)
         names = {f.name for f in fields(part)}
         changes[name] = replace(part, **{k: v for k, v in options.items() if k in names})
-    watch = _Watch(ModelRunner(replace(config, **changes)))
+    changes.update({k: v for k, v in options.items() if k in ("tp", "weights_root")})
+    watch = _Watch(make_runner(replace(config, **changes)))
     return Engine(config, runner=watch), watch
 
 
@@ -136,7 +111,7 @@ def run(engine: Engine, requests: Sequence[RolloutRequest], *, alone: bool = Tru
     return outputs
 
 
-def _packed(values: Floats) -> bytes:
+def packed(values: Floats) -> bytes:
     return b"".join(b"none" if v is None else struct.pack("<d", v) for v in values or ())
 
 
@@ -145,7 +120,7 @@ def differing(outputs: Outputs, baseline: Outputs) -> list[str]:
     found = []
     for name, output in outputs.items():
         want = baseline[name]
-        columns = [c for c in ("logprobs", *COLUMNS) if _packed(getattr(output, c)) != _packed(getattr(want, c))]
+        columns = [c for c in ("logprobs", *COLUMNS) if packed(getattr(output, c)) != packed(getattr(want, c))]
         if output.token_ids != want.token_ids or columns:
             pairs = zip(output.token_ids, output.logprobs, want.token_ids, want.logprobs, strict=False)
             at = next((i for i, (a, p, b, q) in enumerate(pairs) if (a, p) != (b, q)), len(output.token_ids))
@@ -157,69 +132,63 @@ def differing(outputs: Outputs, baseline: Outputs) -> list[str]:
 class Matrix:
     """All cells of one model and dtype. `config` names model, dtype, build and threads."""
 
-    def __init__(self, config: EngineConfig, num_requests: int, num_alone: int) -> None:
+    def __init__(self, config: EngineConfig, num_requests: int, num_alone: int, folders: Folders | None = None) -> None:
         self.config = replace(config, max_model_len=SHORTEST + 6 + OUTPUT)
-        self._num_alone = num_alone
+        self._num_alone, self._folders = num_alone, folders
         engine, watch = open_engine(self.config, num_blocks=64, max_batch_tokens=WHOLE, prefix_cache=False)
         with engine:
             self.info = engine.info
             self.requests = make_workload(num_requests, engine.info.vocab_size)
             self.baseline = run(engine, self.requests)
-            self._check_conditions(Cell(), watch, self.baseline, engine.stats()["preemptions"])
+            self.check_conditions(Cell(), watch, self.baseline, engine.stats()["preemptions"])
+        self._trainer: Trainer | None = None
 
-    def verdicts(self, show: Callable[[Cell], None]) -> Iterator[tuple[Cell, list[str]]]:
+    def verdicts(self, cells: Iterable[Cell], show: Callable[[Cell], None]) -> Iterator[tuple[Cell, list[str]]]:
         """Each cell with what is wrong in it; engines are opened once for all cells that can share one."""
-        groups: dict[tuple[bool, bool, int], list[Cell]] = {}
-        for cell in cells():
-            groups.setdefault((cell.chunked, cell.cached, cell.num_blocks), []).append(cell)
-        for (chunked, cached, num_blocks), group in groups.items():
+        for (tp, chunked, cached, num_blocks), group in by_engine(cells).items():
+            root = self._folders.root if self._folders and any(cell.synced for cell in group) else None
             engine, watch = open_engine(
-                self.config, num_blocks=num_blocks, max_batch_tokens=CHUNK if chunked else WHOLE, prefix_cache=cached
+                self.config,
+                num_blocks=num_blocks,
+                max_batch_tokens=CHUNK if chunked else WHOLE,
+                prefix_cache=cached,
+                tp=tp,
+                weights_root=root,
+                threads=1 if tp > 1 else self.config.numerics.threads,
             )
             with engine:
-                for cell in group:
-                    show(cell)
-                    yield cell, self._verdict(cell, engine, watch)
+                runs = _Runs(self, engine, watch)
+                for synced in (False, True):
+                    cells_then = [cell for cell in group if cell.synced == synced]
+                    problem = self._sync(engine) if synced and cells_then else None
+                    for cell in cells_then:
+                        show(cell)
+                        yield cell, [problem] if problem else runs.verdict(cell)
+                    runs.forget()
 
-    def _verdict(self, cell: Cell, engine: Engine, watch: _Watch) -> list[str]:
+    def _sync(self, engine: Engine) -> str | None:
+        """Other weights, then the model's own again. What kept that from being a test."""
+        assert self._folders is not None
+        engine.control.load_folder(self._folders.other, version=1, kv_policy="abort")
+        if not differing(run(engine, self.requests[:1]), self.baseline):
+            return "not tested: other weights gave the same bits"
+        engine.control.load_folder(self._folders.own, version=2, kv_policy="abort")
+        return None
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            self._trainer = Trainer(self.config, self.info)
+        return self._trainer
+
+    def requests_of(self, cell: Cell) -> list[RolloutRequest]:
         requests = self.requests if cell.batch else self.requests[: self._num_alone]
-        if cell.cached:
-            engine.reset_prefix_cache()
-            ids = (*requests[0].prompt_token_ids[:SHARED], 0)
-            run(engine, [RolloutRequest(request_id="opening", prompt_token_ids=ids, params=SamplingParams(max_tokens=1))])
-        if cell.prefilled:
-            requests = [replace(r, forced_token_ids=tuple(self.baseline[r.request_id].token_ids[:FORCED])) for r in requests]
-        before = engine.stats()["preemptions"]
-        watch.forget()
-        outputs = run(engine, requests, alone=not cell.batch, preempt=cell.preempted and not cell.batch)
-        try:
-            self._check_conditions(cell, watch, outputs, engine.stats()["preemptions"] - before)
-        except ConditionNotMet as problem:
-            return [f"not tested: {problem}"]
-        wrong = differing(outputs, self.baseline)
-        if cell.prefilled and not cell.cached and not cell.preempted:
-            wrong += self._scored(engine, requests, alone=not cell.batch)
-        return wrong
-
-    def _scored(self, engine: Engine, requests: Sequence[RolloutRequest], *, alone: bool) -> list[str]:
-        """Prompt logprobs of prompt and output together, against the model logprobs the output was sampled with."""
-        joined = [
-            RolloutRequest(
-                request_id=r.request_id,
-                prompt_token_ids=(*r.prompt_token_ids, *self.baseline[r.request_id].token_ids),
-                params=SamplingParams(max_tokens=0),
-                include=("prompt_logprobs",),
-            )
-            for r in requests
-        ]
-        wrong = []
-        for name, output in run(engine, joined, alone=alone).items():
-            if _packed((output.prompt_logprobs or [])[-OUTPUT:]) != _packed(self.baseline[name].model_logprobs):
-                wrong.append(f"{name}: prompt logprobs of prompt and output")
-        return wrong
+        if cell.path != "re-prefilled":
+            return requests
+        return [replace(r, forced_token_ids=tuple(self.baseline[r.request_id].token_ids[:FORCED])) for r in requests]
 
     @staticmethod
-    def _check_conditions(cell: Cell, watch: _Watch, outputs: Outputs, preemptions: int) -> None:
+    def check_conditions(cell: Cell, watch: _Watch, outputs: Outputs, preemptions: int) -> None:
         cached = [output.cached_tokens for output in outputs.values()]
         for met, problem in (
             ((watch.most_entries > 1) == cell.batch, f"steps held up to {watch.most_entries} requests"),
@@ -238,3 +207,66 @@ class Matrix:
         engine, _ = open_engine(self.config, **{"num_blocks": 64 * BLOCK // options.get("block_tokens", BLOCK), **options})
         with engine:
             return differing(run(engine, self.requests[:: -1 if reverse else 1], alone=False), self.baseline)
+
+
+class _Runs:
+    """The runs of one engine."""
+
+    def __init__(self, matrix: Matrix, engine: Engine, watch: _Watch) -> None:
+        self._matrix, self._engine, self._watch = matrix, engine, watch
+        self.forget()
+
+    def forget(self) -> None:
+        """What was sampled, for a trainer to compute again, is that of older weights."""
+        self._sampled: dict[Cell, tuple[Outputs, list[str]]] = {}
+
+    def verdict(self, cell: Cell) -> list[str]:
+        """All that is wrong."""
+        if cell.path == "re-prefilled":
+            outputs, wrong = self._run(cell)
+            if not wrong and not cell.cached and not cell.preempted:
+                wrong = self._scored(cell)
+            return wrong
+        sampled = replace(cell, path="sampled")
+        if sampled not in self._sampled:
+            self._sampled[sampled] = self._run(sampled)
+        outputs, wrong = self._sampled[sampled]
+        if cell.path == "sampled" or wrong:
+            return wrong
+        left = cell.chunked if cell.batch else None
+        return self._matrix.trainer.differing(
+            self._matrix.requests_of(cell), outputs, left=left, checkpointed=cell.path == "checkpointed"
+        )
+
+    def _run(self, cell: Cell) -> tuple[Outputs, list[str]]:
+        engine, requests = self._engine, self._matrix.requests_of(cell)
+        if cell.cached:
+            engine.reset_prefix_cache()
+            ids = (*requests[0].prompt_token_ids[:SHARED], 0)
+            run(engine, [RolloutRequest(request_id="opening", prompt_token_ids=ids, params=SamplingParams(max_tokens=1))])
+        before = engine.stats()["preemptions"]
+        self._watch.forget()
+        outputs = run(engine, requests, alone=not cell.batch, preempt=cell.preempted and not cell.batch)
+        try:
+            Matrix.check_conditions(cell, self._watch, outputs, engine.stats()["preemptions"] - before)
+        except ConditionNotMet as problem:
+            return outputs, [f"not tested: {problem}"]
+        return outputs, differing(outputs, self._matrix.baseline)
+
+    def _scored(self, cell: Cell) -> list[str]:
+        """Prompt logprobs of prompt and output together, against the model logprobs the output was sampled with."""
+        baseline = self._matrix.baseline
+        joined = [
+            RolloutRequest(
+                request_id=r.request_id,
+                prompt_token_ids=(*r.prompt_token_ids, *baseline[r.request_id].token_ids),
+                params=SamplingParams(max_tokens=0),
+                include=("prompt_logprobs",),
+            )
+            for r in self._matrix.requests_of(replace(cell, path="sampled"))
+        ]
+        wrong = []
+        for name, output in run(self._engine, joined, alone=not cell.batch).items():
+            if packed((output.prompt_logprobs or [])[-OUTPUT:]) != packed(baseline[name].model_logprobs):
+                wrong.append(f"{name}: prompt logprobs of prompt and output")
+        return wrong

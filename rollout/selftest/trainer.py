@@ -1,0 +1,124 @@
+"""The trainer's side of the guarantee: a stock Hugging Face model of the same checkpoint computes the sampled tokens' logprobs again."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..engine.config import EngineConfig
+    from ..engine.runner_info import RunnerInfo
+    from ..engine.types import RolloutRequest, SampleOutput
+
+
+class Trainer:
+    """A stock model in train mode, under parity.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
+
+    def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError:
+            raise ConfigError("the trainer's cells need transformers: pip install 'rollsync[trainers]'") from None
+        self._model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, info.dtype)).train()
+        self._numerics = {"k_shards": info.config.numerics.k_shards, "head_dtype": info.config.numerics.head_dtype}
+        self._vocab_limit = info.vocab_size
+        self._gradients: dict[Any, list[Tensor]] = {}
+
+    def differing(
+        self, requests: Sequence[RolloutRequest], outputs: dict[str, SampleOutput], *, left: bool | None, checkpointed: bool
+    ) -> list[str]:
+        """What differs in any bit from `outputs`: "request 3: model_logprobs from token 7 on".
+
+        Args:
+            left: padding of all rows together: on the left, or on the right. None: rows one by one.
+            checkpointed: activations are dropped and computed again in a backward pass, whose gradients are compared with those of
+                one that kept them.
+        """
+        wrong = []
+        for rows in [list(requests)] if left is not None else [[r] for r in requests]:
+            wanted = [outputs[r.request_id] for r in rows]
+            for request, output, columns in zip(rows, wanted, self._columns(rows, wanted, bool(left), checkpointed), strict=True):
+                for name, values in columns.items():
+                    want = getattr(output, name)
+                    at = [i for i, (a, b) in enumerate(zip(values, want, strict=True)) if _bits(a) != _bits(b)]
+                    wrong += [f"{request.request_id}: {name} from token {at[0]} on"] * bool(at)
+            if checkpointed and not self._same_gradients(rows, wanted, bool(left)):
+                wrong.append(f"{', '.join(r.request_id for r in rows)}: gradients under checkpointing")
+        return wrong
+
+    def _columns(
+        self, requests: Sequence[RolloutRequest], outputs: Sequence[SampleOutput], left: bool, checkpointed: bool
+    ) -> list[dict[str, list[float]]]:
+        from ...kernels.logprobs import token_logprobs
+
+        columns, loss = [], torch.zeros(())
+        with self._parity():
+            self._model.zero_grad()
+            if checkpointed:
+                self._model.gradient_checkpointing_enable()
+            with torch.set_grad_enabled(checkpointed):
+                for request, output, logits_TV in zip(requests, outputs, self._logits(requests, outputs, left), strict=True):
+                    ids, params = torch.tensor(output.token_ids), request.params
+                    found = {
+                        "model_logprobs": token_logprobs(logits_TV, ids),
+                        "temperature_logprobs": token_logprobs(logits_TV, ids, temperature=params.temperature),
+                    }
+                    if params.repetition_penalty == 1.0:  # a trainer's logits are not the penalised ones
+                        truncation = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+                        found["logprobs"] = token_logprobs(
+                            logits_TV, ids, temperature=params.temperature, vocab_limit=self._vocab_limit, **truncation
+                        )
+                    loss = loss - found["model_logprobs"].sum()
+                    columns.append({name: values.tolist() for name, values in found.items()})
+            if checkpointed:
+                loss.backward()
+                self._model.gradient_checkpointing_disable()
+        return columns
+
+    def _logits(self, requests: Sequence[RolloutRequest], outputs: Sequence[SampleOutput], left: bool) -> list[Tensor]:
+        """[output tokens, V] of each request: those that its output was drawn from."""
+        rows = [torch.tensor([*r.prompt_token_ids, *o.token_ids]) for r, o in zip(requests, outputs, strict=True)]
+        width = max(map(len, rows))
+        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+        for i, row in enumerate(rows):
+            at = slice(width - len(row), width) if left else slice(len(row))
+            ids[i, at], mask[i, at] = row, 1
+        logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        ends = [width if left else len(row) for row in rows]
+        return [logits[i, end - len(o.token_ids) - 1 : end - 1] for i, (end, o) in enumerate(zip(ends, outputs, strict=True))]
+
+    def _same_gradients(self, requests: Sequence[RolloutRequest], outputs: Sequence[SampleOutput], left: bool) -> bool:
+        from ...kernels.logprobs import token_logprobs
+
+        found = [p.grad for p in self._model.parameters()]
+        key = (left, tuple(r.request_id for r in requests), tuple(tuple(o.token_ids) for o in outputs))
+        if key not in self._gradients:
+            self._model.zero_grad()
+            with self._parity():
+                logits = self._logits(requests, outputs, left)
+                losses = [-token_logprobs(z, torch.tensor(o.token_ids)).sum() for z, o in zip(logits, outputs, strict=True)]
+                loss = torch.zeros(())
+                for one in losses:
+                    loss = loss + one
+                loss.backward()
+            self._gradients[key] = [p.grad for p in self._model.parameters()]
+        return all(torch.equal(a, b) for a, b in zip(found, self._gradients[key], strict=True))
+
+    def _parity(self) -> Any:
+        from ...trainer_adapters.parity import rollsync_parity
+
+        return rollsync_parity(self._model, **self._numerics)
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)
