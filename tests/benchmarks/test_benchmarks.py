@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from rollsync.benchmarks import common, startup, throughput, weight_sync
+from rollsync import Engine
+from rollsync.benchmarks import common, shards, startup, throughput, weight_sync
 from rollsync.benchmarks.peers.processes import Reaper, Worker, WorkerFailed, vllm_environment
 from rollsync.rollout.selftest.model import write_model
 
@@ -53,6 +55,13 @@ def test_statistics() -> None:
     found = common.summary([3.0, 1.0, 2.0], tokens=100)
     assert (found["median_s"], found["min_s"], found["max_s"], found["tokens_per_s"]) == (2.0, 1.0, 3.0, 50.0)
     assert common.compare([1.0, 2.0, 1.0], [4.0, 4.0, 2.0]) == {"ratio_of_medians": 4.0, "paired_min": 2.0, "paired_max": 4.0}
+
+
+def test_shards_are_compared_on_the_same_work(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        engines = {f"k_shards {k}": stack.enter_context(Engine(write_model(tmp_path / str(k)), k_shards=k, threads=1)) for k in (1, 4)}
+        case = shards.measure(engines, {"decode": (3, 20, 4)}, 2, 250)["decode"]
+    assert {side["tokens"] for side in case["sides"].values()} == {12} and case["times_the_time"]["k_shards 4"]["ratio_of_medians"] > 0
 
 
 def test_the_floor_is_judged_against_the_faster_rival() -> None:
