@@ -60,7 +60,7 @@ def pairwise(dtypes: Sequence[str], tps: Sequence[int] = TPS) -> dict[str, list[
 
     Engines are chosen greedily until any two of (dtype, tp, cached, preempted, chunked) have met; each then runs all of its cells.
     """
-    keys = [
+    keys: list[dict[str, Any]] = [
         {"dtype": dtype, "tp": tp, "cached": cached, "preempted": preempted, "chunked": chunked}
         for dtype, tp, cached, preempted, chunked in product(dtypes, tps, *[(False, True)] * 3)
     ]
@@ -70,8 +70,8 @@ def pairwise(dtypes: Sequence[str], tps: Sequence[int] = TPS) -> dict[str, list[
         key = max(keys, key=lambda key: len(open_pairs & _pairs(key)))
         open_pairs -= _pairs(key)
         options = {k: v for k, v in key.items() if k != "dtype"}
-        chosen[str(key["dtype"])] += [
-            Cell(path=path, batch=batch, synced=synced, **options)  # type: ignore[arg-type]
+        chosen[key["dtype"]] += [
+            Cell(path=path, batch=batch, synced=synced, **options)
             for path, batch, synced in product(PATHS, (False, True), (False, True))
         ]
     return chosen

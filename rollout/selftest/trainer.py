@@ -27,10 +27,12 @@ class Trainer:
     def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
         try:
             from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
         except ImportError:
             raise ConfigError("the trainer's cells need transformers: pip install 'rollsync[trainers]'") from None
+        logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, info.dtype)).train()
-        self._numerics = {"k_shards": info.config.numerics.k_shards, "head_dtype": info.config.numerics.head_dtype}
+        self._numerics = {"k_shards": info.config.numerics.k_shards, "head_dtype": info.config.numerics.head_dtype, "kernels": info.kernels}
         self._vocab_limit = info.vocab_size
         self._gradients: dict[Any, list[Tensor]] = {}
 
@@ -59,8 +61,6 @@ class Trainer:
     def _columns(
         self, requests: Sequence[RolloutRequest], outputs: Sequence[SampleOutput], left: bool, checkpointed: bool
     ) -> list[dict[str, list[float]]]:
-        from ...kernels.logprobs import token_logprobs
-
         columns, loss = [], torch.zeros(())
         with self._parity():
             self._model.zero_grad()
@@ -70,12 +70,12 @@ class Trainer:
                 for request, output, logits_TV in zip(requests, outputs, self._logits(requests, outputs, left), strict=True):
                     ids, params = torch.tensor(output.token_ids), request.params
                     found = {
-                        "model_logprobs": token_logprobs(logits_TV, ids),
-                        "temperature_logprobs": token_logprobs(logits_TV, ids, temperature=params.temperature),
+                        "model_logprobs": self._logprobs(logits_TV, ids),
+                        "temperature_logprobs": self._logprobs(logits_TV, ids, temperature=params.temperature),
                     }
                     if params.repetition_penalty == 1.0:  # a trainer's logits are not the penalised ones
                         truncation = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
-                        found["logprobs"] = token_logprobs(
+                        found["logprobs"] = self._logprobs(
                             logits_TV, ids, temperature=params.temperature, vocab_limit=self._vocab_limit, **truncation
                         )
                     loss = loss - found["model_logprobs"].sum()
@@ -98,21 +98,24 @@ class Trainer:
         return [logits[i, end - len(o.token_ids) - 1 : end - 1] for i, (end, o) in enumerate(zip(ends, outputs, strict=True))]
 
     def _same_gradients(self, requests: Sequence[RolloutRequest], outputs: Sequence[SampleOutput], left: bool) -> bool:
-        from ...kernels.logprobs import token_logprobs
-
         found = [p.grad for p in self._model.parameters()]
         key = (left, tuple(r.request_id for r in requests), tuple(tuple(o.token_ids) for o in outputs))
         if key not in self._gradients:
             self._model.zero_grad()
             with self._parity():
                 logits = self._logits(requests, outputs, left)
-                losses = [-token_logprobs(z, torch.tensor(o.token_ids)).sum() for z, o in zip(logits, outputs, strict=True)]
+                losses = [-self._logprobs(z, torch.tensor(o.token_ids)).sum() for z, o in zip(logits, outputs, strict=True)]
                 loss = torch.zeros(())
                 for one in losses:
                     loss = loss + one
                 loss.backward()
             self._gradients[key] = [p.grad for p in self._model.parameters()]
         return all(torch.equal(a, b) for a, b in zip(found, self._gradients[key], strict=True))
+
+    def _logprobs(self, logits_TV: Tensor, ids_T: Tensor, **options: Any) -> Tensor:
+        from ...kernels.logprobs import token_logprobs
+
+        return token_logprobs(logits_TV, ids_T, build=self._numerics["kernels"], **options)
 
     def _parity(self) -> Any:
         from ...trainer_adapters.parity import rollsync_parity
