@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
@@ -51,8 +51,8 @@ _FLAGS = ("cached", "preempted", "batch", "chunked", "synced")
 def cells(paths: Sequence[str] = ENGINE_PATHS, synced: Sequence[bool] = (False,), tps: Sequence[int] = (1,)) -> Iterator[Cell]:
     """The product; by default of what one engine can tell."""
     flag = (False, True)
-    for values in product(paths, flag, flag, flag, flag, synced, tps):
-        yield Cell(**dict(zip((f.name for f in fields(Cell)), values, strict=True)))
+    for path, cached, preempted, batch, chunked, after, tp in product(paths, flag, flag, flag, flag, synced, tps):
+        yield Cell(path=path, cached=cached, preempted=preempted, batch=batch, chunked=chunked, synced=after, tp=tp)
 
 
 def pairwise(dtypes: Sequence[str], tps: Sequence[int] = TPS) -> dict[str, list[Cell]]:

@@ -30,10 +30,11 @@ class Trainer:
             from transformers.utils import logging
         except ImportError:
             raise ConfigError("the trainer's cells need transformers: pip install 'rollsync[trainers]'") from None
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, info.dtype)).train()
-        self._numerics = {"k_shards": info.config.numerics.k_shards, "head_dtype": info.config.numerics.head_dtype, "kernels": info.kernels}
-        self._vocab_limit = info.vocab_size
+        numerics = info.config.numerics
+        self._numerics: dict[str, Any] = {"k_shards": numerics.k_shards, "head_dtype": numerics.head_dtype, "kernels": info.kernels}
+        self._vocab_limit, self._threads = info.vocab_size, info.threads
         self._gradients: dict[Any, list[Tensor]] = {}
 
     def differing(
@@ -46,16 +47,26 @@ class Trainer:
             checkpointed: activations are dropped and computed again in a backward pass, whose gradients are compared with those of
                 one that kept them.
         """
-        wrong = []
-        for rows in [list(requests)] if left is not None else [[r] for r in requests]:
-            wanted = [outputs[r.request_id] for r in rows]
-            for request, output, columns in zip(rows, wanted, self._columns(rows, wanted, bool(left), checkpointed), strict=True):
-                for name, values in columns.items():
-                    want = getattr(output, name)
-                    at = [i for i, (a, b) in enumerate(zip(values, want, strict=True)) if _bits(a) != _bits(b)]
-                    wrong += [f"{request.request_id}: {name} from token {at[0]} on"] * bool(at)
-            if checkpointed and not self._same_gradients(rows, wanted, bool(left)):
-                wrong.append(f"{', '.join(r.request_id for r in rows)}: gradients under checkpointing")
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            groups = [list(requests)] if left is not None else [[r] for r in requests]
+            return [w for rows in groups for w in self._differing(rows, outputs, bool(left), checkpointed)]
+        finally:
+            torch.set_num_threads(before)
+
+    def _differing(
+        self, rows: Sequence[RolloutRequest], outputs: dict[str, SampleOutput], left: bool, checkpointed: bool
+    ) -> list[str]:
+        wrong, wanted = [], [outputs[r.request_id] for r in rows]
+        for request, output, columns in zip(rows, wanted, self._columns(rows, wanted, left, checkpointed), strict=True):
+            for name, values in columns.items():
+                want = getattr(output, name)
+                at = next((i for i, (a, b) in enumerate(zip(values, want, strict=True)) if _bits(a) != _bits(b)), None)
+                if at is not None:
+                    wrong.append(f"{request.request_id}: {name} from token {at} on")
+        if checkpointed and not self._same_gradients(rows, wanted, left):
+            wrong.append(f"{', '.join(r.request_id for r in rows)}: gradients under checkpointing")
         return wrong
 
     def _columns(
@@ -65,7 +76,7 @@ class Trainer:
         with self._parity():
             self._model.zero_grad()
             if checkpointed:
-                self._model.gradient_checkpointing_enable()
+                _checkpoint(self._model, True)
             with torch.set_grad_enabled(checkpointed):
                 for request, output, logits_TV in zip(requests, outputs, self._logits(requests, outputs, left), strict=True):
                     ids, params = torch.tensor(output.token_ids), request.params
@@ -82,7 +93,7 @@ class Trainer:
                     columns.append({name: values.tolist() for name, values in found.items()})
             if checkpointed:
                 loss.backward()
-                self._model.gradient_checkpointing_disable()
+                _checkpoint(self._model, False)
         return columns
 
     def _logits(self, requests: Sequence[RolloutRequest], outputs: Sequence[SampleOutput], left: bool) -> list[Tensor]:
@@ -125,3 +136,8 @@ class Trainer:
 
 def _bits(value: float) -> bytes:
     return struct.pack("<d", value)
+
+
+def _checkpoint(model: Any, on: bool) -> None:
+    newer = f"activation_checkpointing_{'enable' if on else 'disable'}"  # of transformers 5.2x
+    getattr(model, newer if hasattr(model, newer) else newer.replace("activation", "gradient"))()
