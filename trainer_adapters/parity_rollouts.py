@@ -151,6 +151,6 @@ def _objection(params: Any, mask: SamplingMask | None) -> str:
         return "logit_bias changed the logits"
     if mask is None and getattr(params, "allowed_token_ids", None) is not None:
         return "allowed_token_ids without sampling_mask"
-    if mask is None and getattr(params, "min_tokens", 0):
+    if mask is None and int(getattr(params, "min_tokens", 0)) > 0:
         return "min_tokens without sampling_mask"
     return ""
