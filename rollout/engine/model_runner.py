@@ -190,6 +190,7 @@ class ModelRunner:
             slots=config.scheduler.max_num_seqs,
             table_blocks=-(-config.max_model_len // config.cache.block_tokens),
             banned=rows * MAX_BANNED_IDS,
+            vocab=self._vocab_limit,
         )
         layout = KvLayout(
             num_blocks=config.cache.num_blocks,
@@ -247,6 +248,7 @@ class ModelRunner:
             entropy=a["out_entropy"][:R].tolist(),
             top_token_ids=top_ids,
             top_logprobs=top_logprobs,
+            sampling_mask=a.masks(),
             nonfinite=(nonfinite == 1).nonzero()[0].tolist() if broken else [],
             faults=faults + [(r, NOTHING_LEFT) for r in (nonfinite == 2).nonzero()[0].tolist()] if broken else faults,
         )
