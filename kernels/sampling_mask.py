@@ -114,6 +114,9 @@ def _row_of_json(row: Any, vocab_size: int, token: int) -> list[int]:
 class SamplingMask:
     """The ids each token of a sample could be drawn from: as a sequence, per token a list of ids, ascending, or None for every id.
 
+    `SamplingMask.of(vocab_size, rows)` makes one of lists, `from_wire` of a reply; `join` puts several one behind the other, and
+    `all(tokens, vocab_size)` leaves some tokens everything: together they make the mask of a trainer's batch, its prompts included.
+
     Args:
         vocab_size: ids that can be drawn at all are those below it. (A sample that ended before it began may have 0, and no token.)
         words: rows as the module's text has them: int32, or their little-endian bytes.
