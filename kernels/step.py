@@ -76,6 +76,9 @@ class StepArrays:
         ("out_nonfinite", "R", np.uint8),
     )
 
+    grouped = True
+    """whether `runs` and `items` count, and tokens that share pages stand side by side"""
+
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.num_tokens = self.num_rows = self.num_runs = self.num_items = self.num_copies = 0

@@ -202,10 +202,11 @@ class BatchBuilder:
         columns["positions"][:T] = starts
         keys = columns["num_keys"][:T]
         np.add(starts, 1, out=keys)
-        runs, items = a["runs"][:T], a["items"][: a.num_items]
-        runs[:, 2] = self._slots.tables[columns["token_slot"][:T], starts // self._block_tokens]
-        runs[:, 3] = starts % self._block_tokens
-        items[:, 3] = np.maximum.reduceat(keys, items[:, 0])
+        if a.grouped:
+            runs, items = a["runs"][:T], a["items"][: a.num_items]
+            runs[:, 2] = self._slots.tables[columns["token_slot"][:T], starts // self._block_tokens]
+            runs[:, 3] = starts % self._block_tokens
+            items[:, 3] = np.maximum.reduceat(keys, items[:, 0])
         if self._adjusts:
             self._adjust(plan, columns["row_position"][:T].tolist())
 
@@ -214,7 +215,7 @@ class BatchBuilder:
         slots, starts = np.array(plan.slots, np.int32), np.array(plan.starts, np.int32)
         counts = np.array(plan.counts, np.int32)
         tables = self._slots.tables
-        order = _entry_order(starts, counts, slots, tables, self._block_tokens)
+        order = _entry_order(starts, counts, slots, tables, self._block_tokens) if a.grouped else np.arange(len(slots))
         first_of_plan = np.cumsum(counts) - counts
         slots, starts, counts = slots[order], starts[order], counts[order]
         first = np.cumsum(counts) - counts
@@ -225,8 +226,9 @@ class BatchBuilder:
         columns["positions"][:T] = positions
         columns["num_keys"][:T] = positions + 1
         columns["token_slot"][:T] = np.repeat(slots, counts)
-        self._runs(positions, within, columns["token_slot"][:T])
-        self._items(starts, counts, slots, first)
+        if a.grouped:
+            self._runs(positions, within, columns["token_slot"][:T])
+            self._items(starts, counts, slots, first)
         entry_first = np.empty_like(first)
         entry_first[order] = first
         banning = self._rows(plan, entry_first)
