@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "weight_sync", "rollout", "trainer_adapters")
-TOP = ("rollout/cli.py", "rollout/replay_command.py", "rollout/selftest")
+TOP = (
+    "rollout/cli.py", "rollout/replay_command.py", "rollout/parity_command.py", "rollout/parity_server.py", "rollout/parity_trainer.py",
+    "rollout/selftest",
+)  # fmt: skip
 """may import any layer, and are imported by none"""
 LEAVES = (
     "rollout/errors.py", "rollout/fields.py", "rollout/wire.py", "rollout/metrics.py", "rollout/live_numbers.py", "kernels/sampling_mask.py"
