@@ -19,7 +19,7 @@ from ..kernels.segments import Segments
 from ..kernels.trainer_ops import TrainerOps, trainer_ops
 from .errors import ParityError
 from .parity_check import ParityReport, check_under
-from .parity_inputs import by_name, read_sequences, refuse_past
+from .parity_inputs import by_name, read_sequences, refuse_past, refuse_stretched
 from .parity_modules import ATTENTION, Head, Patch, Settings, TakeLogits, patches
 
 __all__ = ["Parity", "ParityError", "ParityReport", "check", "make_parity", "rollsync_parity"]
@@ -126,6 +126,13 @@ class Parity:
             self._hooks.append(self.model.register_forward_hook(self._after_model, always_call=True))
 
     def remove(self) -> None:
+        """Undo one `install`; after the last the model is as it was.
+
+        Raises:
+            ParityError: there is none left to undo.
+        """
+        if not self._depth:
+            raise ParityError("the model is not under parity: there is nothing to undo")
         self._depth -= 1
         if self._depth:
             return
@@ -147,13 +154,14 @@ class Parity:
                     yield module, name, vars(module)[name]
 
     def _before_backbone(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        if torch.compiler.is_compiling():
-            raise ParityError("the model is being compiled: torch.compile changes bits; run it eagerly on the trainer's side")
+        if _in_compiled_code():
+            raise ParityError("the model runs in compiled code: torch.compile changes bits; call it eagerly")
         inputs = by_name(backbone.forward, args, kwargs)
         if inputs.get("output_attentions", getattr(backbone.config, "output_attentions", False)):
             raise ParityError("output_attentions: the kernels keep no attention weights")
         refuse_past(inputs)
         segments, positions = read_sequences(inputs)
+        refuse_stretched(backbone.config, segments)
         for module, name, function in self._checkpoints():
             if not isinstance(function, _Reenter):
                 vars(module)[name] = _Reenter(self, function)
@@ -177,6 +185,14 @@ class Parity:
             head.in_model = value
 
 
+def _in_compiled_code() -> bool:
+    # Tracing swallows what is raised while it traces, and runs the frame as it is; there its callback gives it away.
+    if torch.compiler.is_compiling():
+        return True
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return callback is not None and callback() is not None
+
+
 def _no_mask(backbone: Any) -> Any:
     """What makes a backbone build no mask of its own: it takes a finished one as it is, and our attention looks at none."""
     types = getattr(backbone.config, "layer_types", None)
@@ -191,7 +207,7 @@ _DICT_MASKS = dict.fromkeys(("Qwen2Model", "Qwen3Model", "Gemma2Model", "Gemma3T
 def _register_attention() -> None:
     from transformers import AttentionInterface
 
-    if ATTENTION not in AttentionInterface._global_mapping:
+    if ATTENTION not in AttentionInterface():
         AttentionInterface.register(ATTENTION, _attention)
 
 
