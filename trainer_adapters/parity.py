@@ -207,8 +207,9 @@ _DICT_MASKS = dict.fromkeys(("Qwen2Model", "Qwen3Model", "Gemma2Model", "Gemma3T
 def _register_attention() -> None:
     from transformers import AttentionInterface
 
-    if ATTENTION not in AttentionInterface():
-        AttentionInterface.register(ATTENTION, _attention)
+    interface: Any = AttentionInterface
+    if ATTENTION not in interface():
+        interface.register(ATTENTION, _attention)
 
 
 def unwrapped(model: Any) -> nn.Module:
