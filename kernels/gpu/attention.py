@@ -140,7 +140,6 @@ def merge_kernel(sums, peaks, out, items, positions, ld_out, window, splits, HEA
 def attention_variant(group: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype, capped: bool) -> Variant:
     """The one binary of a head size, dtype and GQA ratio. Tiles depend on head size and dtype alone."""
     element, padded = pointer(dtype), power_of_two(head_dim, 16)
-    wide = padded > 128
     names = ("q", "keys", "values", "out", "items", "positions", "token_slot", "tables", "sums", "peaks")
     types = dict.fromkeys(names, "*i32") | dict.fromkeys(("q", "keys", "values", "out"), element) | {"sums": "*fp32", "peaks": "*fp32"}
     integers = dict.fromkeys(("ld_q", "ld_out", "table_stride", "ld_block", "window", "splits"), "i32")
@@ -150,9 +149,9 @@ def attention_variant(group: int, kv_heads: int, head_dim: int, block_tokens: in
         types=types | integers | {"scale": "fp32", "cap": "fp32"},
         constants={
             "G": group, "KV_HEADS": kv_heads, "H": head_dim, "BLOCK_TOKENS": block_tokens, "CAPPED": capped, "UNIT": _unit(dtype),
-            "TM": ROWS[dtype], "TK": 32 if dtype == torch.float32 else 64, "HP": padded, "SPLIT": SPLIT,
+            "TM": ROWS[dtype], "TK": 32 if dtype == torch.float32 or padded > 128 else 64, "HP": padded, "SPLIT": SPLIT,
         },
-        num_warps=8 if wide else 4,
+        num_warps=4 if dtype == torch.float32 else 8,
         num_stages=2,
     )  # fmt: skip
 

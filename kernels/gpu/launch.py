@@ -111,6 +111,22 @@ def units(tensor: Tensor, dim: int = 0) -> int:
     return tensor.stride(dim) * tensor.element_size() // ALIGN
 
 
+def rows_like(x_MN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised [M, N] whose rows begin at multiples of 16 bytes, by default of the same dtype."""
+    dtype = dtype or x_MN.dtype
+    unit, (m, n) = ALIGN // dtype.itemsize, x_MN.shape
+    return torch.empty(m, cdiv(n, unit) * unit, dtype=dtype, device=x_MN.device)[:, :n]
+
+
+def aligned_rows(x_MN: Tensor) -> Tensor:
+    """`x_MN` itself if its rows begin at multiples of 16 bytes and are contiguous, else a copy whose rows do."""
+    size = x_MN.element_size()
+    fits = x_MN.shape[1] <= 1 or x_MN.stride(1) == 1
+    if fits and x_MN.data_ptr() % ALIGN == 0 and x_MN.stride(0) * size % ALIGN == 0:
+        return x_MN
+    return rows_like(x_MN).copy_(x_MN)
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     """The smallest power of two >= both."""
     return max(least, 1 << max(n - 1, 0).bit_length())

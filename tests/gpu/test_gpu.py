@@ -1,0 +1,88 @@
+"""The GPU kernels without a GPU: compiled for each architecture, and run by Triton's interpreter. Both in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton compiles on Linux x86_64 only")
+HERE = Path(__file__).parent
+ARCHES = (80, 90, 100)
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    return kept | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"} | more
+
+
+def compile_all(cache: Path, *choices: list[str]) -> list[dict[str, Any]]:
+    """A row per variant and architecture of each choice, compiled side by side."""
+    env, rows = environment(cache), []
+    command = [sys.executable, "-m", "rollsync.kernels.gpu.compile", "--json"]
+    running = [subprocess.Popen([*command, *some], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for some in choices]
+    for process in running:
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, err[-3000:]
+        rows += json.loads(out)
+    return rows
+
+
+def too_large(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    shared = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+    return [(row["variant"], row["arch"]) for row in rows if row["shared_bytes"] > shared[row["arch"]]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every variant for Hopper, the main ones for the architectures beside it."""
+    return compile_all(tmp_path_factory.mktemp("triton"), ["--arch", "90"], ["--main", "--arch", "80", "100"])
+
+
+def test_variants_compile_and_fit(compiled: list[dict[str, Any]]) -> None:
+    assert {row["arch"] for row in compiled} == set(ARCHES)
+    assert not too_large(compiled)
+
+
+@pytest.mark.slow
+def test_every_variant_for_the_other_architectures(tmp_path: Path) -> None:
+    rows = compile_all(tmp_path, ["--arch", "80"], ["--arch", "100"])
+    assert len(rows) > 60
+    assert not too_large(rows)
+
+
+def test_main_variants_do_not_spill_and_use_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+    instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05"}}
+    main = [row for row in compiled if row["main"]]
+    assert len(main) >= 7 * len(ARCHES)
+    assert not [row for row in main if row["local_bytes"]]
+    assert not [row for row in main if row["matrix"] not in instructions[row["arch"]]]
+
+
+def test_nothing_is_fused_that_is_not_written_so(compiled: list[dict[str, Any]]) -> None:
+    # Norms, rotation, parts and embedding write no fma; a compiler that contracts anyway would put some there.
+    plain = [row for row in compiled if row["variant"].split("/")[0].startswith(("rmsnorm", "rope_store", "add_parts", "embed"))]
+    assert len(plain) >= 6
+    assert not [row for row in plain if row["fused"]]
+
+
+def test_launches_are_the_variants_that_were_compiled_whatever_the_batch(tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "launches.py")]
+    found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr[-3000:]
+    seen = json.loads(found.stdout)
+    assert len(seen) >= 12
+    assert not [name for name, problems in seen.items() if problems], seen
+
+
+def test_ops_in_the_interpreter(tmp_path: Path) -> None:
+    env = environment(tmp_path, TRITON_INTERPRET="1")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-x", "--tb=short", str(HERE / "ops")]
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert found.returncode == 0, found.stdout[-5000:]
+    assert " passed" in found.stdout
