@@ -18,7 +18,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo live serve test check lint types layers bench docs readme ci clean
+.PHONY: help setup demo live serve test test-gpu check lint types layers bench docs readme ci clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -34,6 +34,11 @@ serve: $(VENV)/.native $(VENV)/.model  ## serve SmolLM2-135M, or MODEL=..., unti
 
 test: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## run the tests (ARGS="tests/engine -k chunk" picks some)
 	@$(PY) -m pytest $(ARGS)
+
+test-gpu: $(VENV)/.native $(VENV)/.dev  ## on a machine with an NVIDIA GPU: the tests that need one, then the device check (ARGS="--out FILE")
+	@$(PY) benchmarks/gpu_check.py --needs-device
+	@$(PY) -m pytest -m gpu tests
+	@$(PY) benchmarks/gpu_check.py $(ARGS)
 
 check: lint types layers  ## lint, types, layers
 

@@ -19,6 +19,7 @@ _EXPORTS = {
     "AsyncRolloutFleet": ".rollout.fleet",
     "RolloutRequest": ".rollout.engine.types",
     "SampleOutput": ".rollout.engine.types",
+    "SamplingMask": ".kernels.sampling_mask",
     "SamplingParams": ".rollout.engine.types",
     "BadRequest": ".rollout.errors",
     "ConfigError": ".rollout.errors",
@@ -61,6 +62,7 @@ __all__ = [
     "RolloutRequest",
     "RollsyncError",
     "SampleOutput",
+    "SamplingMask",
     "SamplingParams",
     "ServerUnreachable",
     "ShuttingDown",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .kernels.sampling_mask import SamplingMask
     from .rollout.client import AsyncRolloutClient, RolloutClient
     from .rollout.engine.config import EngineConfig
     from .rollout.engine.engine import Engine

@@ -60,6 +60,15 @@ format). The same fields. Columns of numbers, marked with their dtype in the tab
 `{{"dtype": "<f4", "shape": [n], "data": bytes}}`: raw, little-endian, bit-exact, minus infinity included, NaN for "none".
 Bodies may send ids that way too (`<i4`, `<i8`, `<u4` or `<u8`), or as plain lists.
 
+**Sampling masks** (`"include": ["sampling_mask"]`) tell of every output token which ids it could be drawn from: those that truncation,
+`allowed_token_ids` and `min_tokens` left; at temperature 0 the likeliest. In JSON `{{"vocab_size": V, "tokens": [...]}}`: only ids below V
+can be drawn at all, and a token has `null` (all of them), a list of ids, `{{"not": [ids]}}` (all but these) or `{{"bits": base64}}` (id i
+is bit i % 32 of the little-endian 32-bit word i // 32), whichever is smallest: never more than a bit for each id there is, and `null` where
+nothing restricts the draw. In msgpack `{{"vocab_size": V, "tokens": n, "data": bytes}}`, `data` being little-endian int32 words: of each
+token a head and what follows it: 0 (all), k > 0 (k ids), -k (k ids that are left out) or -2^31 (the bits). A sample's deltas join by
+joining their tokens, or their data. `rollsync.SamplingMask.from_wire` reads both; `token_logprobs` of `rollsync.kernels.logprobs` gives a
+trainer's logits the same support ([python.md](python.md)).
+
 **Streams** (`"stream": true`). Server-sent events, `event: NAME` and `data: JSON`; or, with Accept `{MSGPACK}`, frames: a
 32-bit little-endian length and that many bytes of msgpack. The status is 200 once the stream has begun: what fails later is an event.
 

@@ -17,7 +17,13 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from rollsync import Engine, RolloutClient, RolloutFleet
+from rollsync import Engine, RolloutClient, RolloutFleet, SamplingMask
+from rollsync.kernels.logprobs import (
+    hidden_token_logprobs,
+    hidden_token_logprobs_and_entropy,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
 from rollsync.rollout.engine import weight_digest
 from rollsync.rollout.engine.control import Control
 from rollsync.weight_sync import checkpoint_writer, sender, sources
@@ -42,6 +48,9 @@ SECTIONS: dict[str, list[Any]] = {
     "Transports with options": [SharedBuffers, Broadcast, Reshard, DiskTransport],
     "Clients": [RolloutClient, RolloutFleet],
     "In process": [Engine, Control],
+    "Logprobs, as the engine computes them": [
+        SamplingMask, token_logprobs, token_logprobs_and_entropy, hidden_token_logprobs, hidden_token_logprobs_and_entropy
+    ],
 }
 ONLY: dict[Any, tuple[str, ...]] = {
     SharedBuffers: (),

@@ -33,7 +33,7 @@ DEVICES = {
     "avx2": "x86-64 CPU, AVX2 kernels",
     "reference": "x86-64 CPU, plain torch",
     "arm": "Arm CPU, plain torch",
-    "cuda": "NVIDIA GPU (no kernels yet)",
+    "cuda": "NVIDIA GPU, Triton kernels",
     "ranks": "several ranks, tensor parallel on one CPU host",
 }
 """every device the README speaks of, in the order of its table"""

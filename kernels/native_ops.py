@@ -315,14 +315,15 @@ class NativeOps:
         check_rows(logits_RV, rows)
         logits_RV = logits_RV.contiguous()
         (num_rows, vocab), offsets = logits_RV.shape, list(accumulate(map(len, rows.banned), initial=0))
-        arrays = StepArrays(StepLimits(tokens=0, rows=num_rows, slots=num_rows, table_blocks=0, banned=offsets[-1]))
+        limits = StepLimits(tokens=0, rows=num_rows, slots=num_rows, table_blocks=0, banned=offsets[-1], vocab=rows.vocab_limit)
+        arrays = StepArrays(limits)
         for name in ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced"):
             arrays[name][:] = getattr(rows, name)
         arrays["row_position"][:] = rows.position
         arrays["want"][:] = rows.want_model + 2 * rows.want_entropy.astype(np.uint8)
         if rows.want_mask is not None and rows.want_mask.any():
             arrays["want"][:] += 4 * rows.want_mask.astype(np.uint8)
-            arrays.reserve_masks(rows.vocab_limit)
+            arrays.reserve_masks()
         arrays["ban_offset"][:] = offsets
         arrays["banned"][: offsets[-1]] = [i for ids in rows.banned for i in ids]
         self._changes(arrays, rows)

@@ -73,7 +73,10 @@ class Program(Protocol):
         """Logits of every row of `x`, one token drawn and scored per row. With `float32` logits are not rounded to the model's dtype."""
 
     def run(self) -> None:
-        """One step on what the arrays hold now."""
+        """One step on what the arrays hold now. It may only be under way when this returns; then the arrays must stay as they are."""
+
+    def wait(self) -> None:
+        """Until the step's results are in the arrays."""
 
     def close(self) -> None:
         """Free the activations. Nothing runs after this."""
@@ -228,6 +231,9 @@ class NativeProgram:
         self.step.logits, self.step.ld_logits, self.step.piece_rows = out.address, out.ld, piece
         fields = {"out": out.address, "ld_out": out.ld, "out_dtype": DTYPES[dtype], "softcap": softcap}
         self._op(nl.OP_LOGITS, w=self._weights.index[weight], n=n, k=k, in_=x.address, rows_mode=1, **fields)
+
+    def wait(self) -> None:
+        """`run` returns when all is done."""
 
     def close(self) -> None:
         """Free the activations."""

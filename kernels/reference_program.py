@@ -148,29 +148,7 @@ class ReferenceProgram:
         return ref.softcap(found, softcap) if softcap else found
 
     def _sample(self, logits: Tensor) -> None:
-        count = len(logits)
-        result = ref.sample(logits, self._sampler_rows(count))
-        for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
-            self._a["out_" + name][:count] = getattr(result, name)
-        for name in ("top_id", "top_logprob", "mask"):
-            values = getattr(result, name)
-            self._a["out_" + name][:count, : values.shape[1]] = values
-
-    def _sampler_rows(self, count: int) -> SamplerRows:
-        names = ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced", "top_n")
-        columns: dict[str, Any] = {name: self._a[name][:count] for name in names}
-        want = self._a["want"][:count]
-        return SamplerRows(
-            **columns,
-            position=self._a["row_position"][:count],
-            want_model=(want & 1) > 0,
-            want_entropy=(want & 2) > 0,
-            want_mask=(want & 4) > 0,
-            banned=[self._a.banned_of(r) for r in range(count)],
-            adjust=[self._a.adjust_of(r) for r in range(count)],
-            allowed=[self._a.allowed_of(r) for r in range(count)],
-            vocab_limit=self._vocab_limit,
-        )
+        sample_rows(self._a, logits, self._vocab_limit)
 
     def run(self) -> None:
         """One step on what the arrays hold now."""
@@ -178,6 +156,37 @@ class ReferenceProgram:
             for call in self._calls:
                 call()
 
+    def wait(self) -> None:
+        """`run` returns when all is done."""
+
     def close(self) -> None:
         """Nothing of its own to free: activations are temporary tensors."""
         self._calls.clear()
+
+
+def sample_rows(arrays: StepArrays, logits: Tensor, vocab_limit: int) -> None:
+    """Draw and score the step's rows, `logits` [R, V] on the CPU, into its `out_` columns."""
+    count = len(logits)
+    result = ref.sample(logits, _sampler_rows(arrays, count, vocab_limit))
+    for name in ("token", "logprob", "temperature_logprob", "model_logprob", "entropy", "nonfinite"):
+        arrays["out_" + name][:count] = getattr(result, name)
+    for name in ("top_id", "top_logprob", "mask"):
+        values = getattr(result, name)
+        arrays["out_" + name][:count, : values.shape[1]] = values
+
+
+def _sampler_rows(arrays: StepArrays, count: int, vocab_limit: int) -> SamplerRows:
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "sample_index", "forced", "top_n")
+    columns: dict[str, Any] = {name: arrays[name][:count] for name in names}
+    want = arrays["want"][:count]
+    return SamplerRows(
+        **columns,
+        position=arrays["row_position"][:count],
+        want_model=(want & 1) > 0,
+        want_entropy=(want & 2) > 0,
+        want_mask=(want & 4) > 0,
+        banned=[arrays.banned_of(r) for r in range(count)],
+        adjust=[arrays.adjust_of(r) for r in range(count)],
+        allowed=[arrays.allowed_of(r) for r in range(count)],
+        vocab_limit=vocab_limit,
+    )

@@ -12,10 +12,12 @@ Rows follow each other without gaps, so pieces of a sample are joined by joining
 
 from __future__ import annotations
 
+import base64
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
+from struct import unpack_from
 from typing import Any, overload
 
 ALL, BITS = 0, -(1 << 31)
@@ -29,6 +31,17 @@ def bit_words(vocab_size: int) -> int:
 def row_words(head: int, vocab_size: int) -> int:
     """Words that follow a head."""
     return bit_words(vocab_size) if head == BITS else abs(head)
+
+
+def rows_end(data: bytes | bytearray, vocab_size: int, rows: int) -> int:
+    """Bytes of the first rows of sound words, little-endian; of all there are if these are fewer."""
+    at = 0
+    for _ in range(rows):
+        if at >= len(data):
+            break
+        (head,) = unpack_from("<i", data, at)
+        at += 4 + 4 * row_words(head, vocab_size)
+    return at
 
 
 def _bits(ids: Iterable[int], vocab_size: int) -> list[int]:
@@ -64,11 +77,48 @@ def encode_row(ids: Iterable[int] | None, vocab_size: int) -> list[int]:
     return [-rest, *(i for i in range(vocab_size) if i not in found)]
 
 
+def _little(words: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        words = array("i", words)
+        words.byteswap()
+    return words.tobytes()
+
+
+def _from_little(data: bytes | bytearray | memoryview) -> array[int]:
+    if len(data) % 4:
+        raise ValueError(f"sampling mask: {len(data)} bytes are no int32 words")
+    words: array[int] = array("i")
+    words.frombytes(bytes(data))
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def _row_of_json(row: Any, vocab_size: int, token: int) -> list[int]:
+    """Words of one token as `SamplingMask.to_json` has it; they are not checked further."""
+    if row is None:
+        return [ALL]
+    if isinstance(row, list) and row and all(type(i) is int and 0 <= i < vocab_size for i in row):
+        return [len(row), *row]
+    if isinstance(row, dict) and len(row) == 1:
+        kind, given = next(iter(row.items()))
+        if kind == "not" and isinstance(given, list) and given and all(type(i) is int and 0 <= i < vocab_size for i in given):
+            return [-len(given), *given]
+        if kind == "bits" and isinstance(given, str):
+            words = _from_little(base64.b64decode(given, validate=True))
+            if len(words) == bit_words(vocab_size):
+                return [BITS, *words]
+    raise ValueError(f'sampling mask: token {token} must be null, a list of ids in [0, {vocab_size}), {{"not": ids}} or {{"bits": base64}}')
+
+
 class SamplingMask:
     """The ids each token of a sample could be drawn from: as a sequence, per token a list of ids, ascending, or None for every id.
 
+    `SamplingMask.of(vocab_size, rows)` makes one of lists, `from_wire` of a reply; `join` puts several one behind the other, and
+    `all(tokens, vocab_size)` leaves some tokens everything: together they make the mask of a trainer's batch, its prompts included.
+
     Args:
-        vocab_size: ids that can be drawn at all are those below it.
+        vocab_size: ids that can be drawn at all are those below it. (A sample that ended before it began may have 0, and no token.)
         words: rows as the module's text has them: int32, or their little-endian bytes.
 
     Raises:
@@ -78,21 +128,18 @@ class SamplingMask:
     __slots__ = ("_starts", "_words", "vocab_size")
 
     def __init__(self, vocab_size: int, words: array[int] | bytes | Iterable[int] = ()) -> None:
-        if vocab_size < 1:
-            raise ValueError(f"sampling mask: vocab_size must be at least 1, got {vocab_size}")
+        if vocab_size < 0:
+            raise ValueError(f"sampling mask: vocab_size must be at least 0, got {vocab_size}")
         self.vocab_size = vocab_size
         if isinstance(words, bytes | bytearray | memoryview):
-            if len(words) % 4:
-                raise ValueError(f"sampling mask: {len(words)} bytes are no int32 words")
-            found: array[int] = array("i")
-            found.frombytes(bytes(words))
-            if sys.byteorder == "big":
-                found.byteswap()
+            found = _from_little(words)
         else:
             found = words if isinstance(words, array) and words.typecode == "i" else array("i", words)
         self._words = found
         self._starts = array("q", [0])
         at = 0
+        if len(found) and vocab_size == 0:
+            raise ValueError("sampling mask: vocab_size is 0, but there are tokens")
         while at < len(found):
             head, at = found[at], at + 1
             end = at + row_words(head, vocab_size)
@@ -135,6 +182,44 @@ class SamplingMask:
         mask._starts.extend(accumulate(len(part) // 4 for part in parts))
         return mask
 
+    @classmethod
+    def from_wire(cls, value: Any) -> SamplingMask:
+        """From a reply: of msgpack ({"vocab_size", "tokens": number, "data": bytes}) or of JSON ({"vocab_size", "tokens": rows}).
+
+        Raises:
+            ValueError: it is neither, or its rows are not sound.
+        """
+        if isinstance(value, dict) and type(value.get("vocab_size")) is int and value["vocab_size"] >= 0:
+            tokens, data = value.get("tokens"), value.get("data")
+            if isinstance(tokens, list) and data is None:
+                rows = (_row_of_json(row, value["vocab_size"], token) for token, row in enumerate(tokens))
+                return cls(value["vocab_size"], [word for row in rows for word in row])
+            if type(tokens) is int and isinstance(data, bytes | bytearray):
+                mask = cls(value["vocab_size"], data)
+                if len(mask) != tokens:
+                    raise ValueError(f"sampling mask: {tokens} tokens, but rows of {len(mask)}")
+                return mask
+        raise ValueError("sampling mask: not the object that a reply holds, with vocab_size, tokens and, as bytes, data")
+
+    def to_wire(self) -> dict[str, Any]:
+        """For msgpack; `from_wire` is its inverse."""
+        return {"vocab_size": self.vocab_size, "tokens": len(self), "data": self.to_bytes()}
+
+    def to_json(self) -> dict[str, Any]:
+        """For JSON: per token null (every id), a list of ids, {"not": ids} or {"bits": base64 of the words}."""
+        return {"vocab_size": self.vocab_size, "tokens": list(self.json_rows())}
+
+    def json_rows(self) -> Iterator[Any]:
+        """The tokens of `to_json`, one after another."""
+        for token in range(len(self)):
+            head, *rest = self.row(token)
+            if head == BITS:
+                yield {"bits": base64.b64encode(_little(self.row(token)[1:])).decode()}
+            elif head < ALL:
+                yield {"not": rest}
+            else:
+                yield rest if head else None
+
     @property
     def words(self) -> array[int]:
         """All rows, one behind the other. Not to be written to."""
@@ -142,11 +227,7 @@ class SamplingMask:
 
     def to_bytes(self) -> bytes:
         """`words`, little-endian."""
-        words = self._words
-        if sys.byteorder == "big":
-            words = array("i", words)
-            words.byteswap()
-        return words.tobytes()
+        return _little(self._words)
 
     def row(self, token: int) -> array[int]:
         """The words of one token's row, head first."""
@@ -192,13 +273,7 @@ class SamplingMask:
         return SamplingMask(self.vocab_size, words)
 
     def __add__(self, other: SamplingMask) -> SamplingMask:
-        if self.vocab_size != other.vocab_size:
-            raise ValueError(f"sampling masks of {self.vocab_size} and of {other.vocab_size} ids do not join")
-        joined = SamplingMask(self.vocab_size)
-        joined._words = self._words + other._words
-        end = self._starts[-1]
-        joined._starts = self._starts + array("q", [end + s for s in other._starts[1:]])
-        return joined
+        return SamplingMask.join([self, other])
 
     @classmethod
     def join(cls, masks: Iterable[SamplingMask]) -> SamplingMask:
@@ -206,9 +281,10 @@ class SamplingMask:
         parts = list(masks)
         if not parts:
             raise ValueError("sampling mask: nothing to join")
-        if len({m.vocab_size for m in parts}) > 1:
-            raise ValueError(f"sampling masks of {', '.join(str(m.vocab_size) for m in parts)} ids do not join")
-        joined = cls(parts[0].vocab_size)
+        sizes = {m.vocab_size for m in parts if len(m)} or {parts[0].vocab_size}
+        if len(sizes) > 1:
+            raise ValueError(f"sampling masks of {', '.join(map(str, sorted(sizes)))} ids do not join")
+        joined = cls(sizes.pop())
         joined._words = array("i", b"".join(m._words.tobytes() for m in parts))
         offsets = accumulate((len(m._words) for m in parts[:-1]), initial=0)
         joined._starts = array("q", [0, *(o + s for o, m in zip(offsets, parts, strict=True) for s in m._starts[1:])])

@@ -43,6 +43,8 @@ class StepLimits:
     """blocks of the longest sequence"""
     banned: int
     """banned ids over all rows"""
+    vocab: int = 0
+    """ids that can be drawn; only masks need it"""
 
 
 class StepArrays:
@@ -73,6 +75,9 @@ class StepArrays:
         ("out_entropy", "R", np.float32),
         ("out_nonfinite", "R", np.uint8),
     )
+
+    grouped = True
+    """whether `runs` and `items` count, and tokens that share pages stand side by side"""
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
@@ -117,18 +122,24 @@ class StepArrays:
             self.columns["allowed"][:, : old.shape[1]] = old
             self.moved.append("allowed")
 
-    def reserve_masks(self, vocab_limit: int) -> None:
+    def reserve_masks(self) -> None:
         """Make room for the rows' masks; nothing of it is spent before a row asks, and then no more than its mask takes."""
-        words = 1 + bit_words(vocab_limit)
+        words = 1 + bit_words(self.limits.vocab)
         if words > self["out_mask"].shape[1]:
             self.columns["out_mask"] = np.zeros((self.limits.rows, words), np.int32)
             self.moved.append("out_mask")
 
-    def mask_of(self, row: int, vocab_limit: int) -> bytes:
-        """The words of a row's mask."""
-        words = self["out_mask"][row]
-        found: bytes = words[: 1 + row_words(int(words[0]), vocab_limit)].astype("<i4", copy=False).tobytes()
-        return found
+    def masks(self) -> list[bytes]:
+        """The words of each row's mask, none of a row that does not report it; an empty list if no row does."""
+        wanted = self["want"][: self.num_rows] & 4
+        if not wanted.any():
+            return []
+        rows, vocab = self["out_mask"].astype("<i4", copy=False), self.limits.vocab
+        heads = rows[: self.num_rows, 0].tolist()
+        return [
+            rows[r, : 1 + row_words(head, vocab)].tobytes() if want else b""
+            for r, (want, head) in enumerate(zip(wanted.tolist(), heads, strict=True))
+        ]
 
     def adjust_of(self, row: int) -> list[tuple[int, float, float, float]]:
         """(id, bias, factor, subtract) of a logits row's changed logits."""

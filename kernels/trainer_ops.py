@@ -86,8 +86,12 @@ class NativeTrainerOps:
     def __init__(self, library: nl.NativeLibrary) -> None:
         self.library, self.build = library, library.build
 
+    # A model that is copied or saved while it computes by these ops brings no library of its own.
     def __deepcopy__(self, memo: Any) -> NativeTrainerOps:
-        return self  # a model that is copied while it computes by these ops shares them
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return trainer_ops, (self.build,)
 
     def _run(self, step: nl.Step, *ops: nl.Op) -> None:
         self.library.run((nl.Op * len(ops))(*ops), 0, len(ops), step, torch.get_num_threads())

@@ -13,6 +13,7 @@ EXIT_INTERRUPTED = 130
 _HELP = {
     "serve": "serve a model over HTTP",
     "generate": "sample from one prompt, in this process",
+    "parity": "sample from a server and show that the stock transformers model computes the same bits",
     "replay": "compute the samples of a trace again and compare every bit",
 }
 
@@ -111,6 +112,12 @@ def _replay(args: argparse.Namespace) -> int:
     return replay_file(args, {k: v for k, v in vars(args).items() if k in known or "." in k})
 
 
+def _parity(args: argparse.Namespace) -> int:
+    from .parity_command import run
+
+    return run(args)
+
+
 def _selftest(args: argparse.Namespace) -> int:
     from .selftest import main as selftest
 
@@ -183,12 +190,21 @@ def _add_replay(commands: Any) -> None:
     add_config_flags(parser, without=("trace", "apply", "weights_root", "seed", "default_pause_ttl_s"))
 
 
+def _add_parity(commands: Any) -> None:
+    from .parity_command import add_flags
+
+    text = "Exit status: 0 if all is equal, 1 if not, 2 if it was refused."
+    parser = commands.add_parser("parity", help=_HELP["parity"], description=text)
+    parser.set_defaults(run=_parity)
+    add_flags(parser)
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The flags of a subcommand are made only if it is called."""
     parser = argparse.ArgumentParser(prog="rollsync", description="RL-rollout inference: same bits, same weights, same version.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((a for a in argv if not a.startswith("-")), None)
-    for name, add in (("serve", _add_serve), ("generate", _add_generate), ("replay", _add_replay)):
+    for name, add in (("serve", _add_serve), ("generate", _add_generate), ("parity", _add_parity), ("replay", _add_replay)):
         if name == chosen:
             add(commands)
         else:

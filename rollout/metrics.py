@@ -19,6 +19,7 @@ ENGINE_METRICS = {
     "cached_blocks": ("rollsync_kv_blocks_cached", "gauge", "KV blocks holding a reusable prefix."),
     "prompt_tokens": ("rollsync_prompt_tokens_total", "counter", "Prompt tokens of accepted requests."),
     "cached_tokens": ("rollsync_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in the prefix cache."),
+    "cut_prefills": ("rollsync_cut_prefills_total", "counter", "Pieces of prefills that a step had no room to finish."),
     "preemptions": ("rollsync_preemptions_total", "counter", "Samples preempted and recomputed."),
     "nonfinite": ("rollsync_nonfinite_logits_total", "counter", "Samples ended because their logits were not finite."),
     "faults": ("rollsync_sample_faults_total", "counter", "Samples ended by an exception of their own."),

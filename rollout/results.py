@@ -11,10 +11,11 @@ from urllib.parse import quote
 
 import msgpack  # type: ignore[import-untyped]
 
+from ..kernels.sampling_mask import SamplingMask
 from .engine.params import SAMPLING_NAMES, SamplingParams
 from .errors import BadRequest, RollsyncError, ServerUnreachable, show
 from .fields import is_message
-from .wire import error_from_wire, is_array, pack_array, unpack_array
+from .wire import error_from_wire, is_array, is_mask, pack_array, unpack_array
 
 T = TypeVar("T")
 _ID_FIELDS = ("token_ids", "continue_from", "forced_token_ids")
@@ -42,6 +43,7 @@ class Sample:
     entropy: list[float] | None = None
     top_token_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
+    sampling_mask: SamplingMask | None = None
     prompt_logprobs: list[float | None] | None = None
 
 
@@ -82,6 +84,7 @@ class Delta:
     entropy: list[float] | None = None
     top_token_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +127,13 @@ class Rendered:
 def _read(cls: type[T], wire: dict[str, Any]) -> T:
     """A dataclass of what came; fields a newer server adds are passed over."""
     names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{k: unpack_array(v) if is_array(v) else v for k, v in wire.items() if k in names})
+    return cls(**{k: _value(v) for k, v in wire.items() if k in names})
+
+
+def _value(wire: Any) -> Any:
+    if is_array(wire):
+        return unpack_array(wire)
+    return SamplingMask.from_wire(wire) if is_mask(wire) else wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from ..kernels.sampling_mask import SamplingMask
 from .engine.params import SamplingParams
 from .engine.trace_line import FORMAT
 from .errors import ConfigError, RollsyncError, show
@@ -76,6 +77,7 @@ class TraceRecord:
     entropy: list[float] | None = None
     top_token_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
+    sampling_mask: SamplingMask | None = None
     prompt_logprobs: list[float | None] | None = None
     include: tuple[str, ...] = ()
     """the columns asked for"""
@@ -162,7 +164,8 @@ def _checked(wire: dict[str, Any], number: int) -> TraceRecord:
             found[name] = ids if name == "prompt_token_ids" else tuple(ids)
     for name, dtype in COLUMNS.items():
         if wire.get(name) is not None:
-            found[name] = _column(name, wire.pop(name), dtype)
+            value = wire.pop(name)
+            found[name] = SamplingMask.from_wire(value) if dtype == "mask" else _column(name, value, dtype)
     found["include"] = tuple(wire.pop("include", ()))
     found["weight_versions"] = [{key: int(value) for key, value in span.items()} for span in wire.pop("weight_versions")]
     known = {f.name for f in fields(TraceRecord)}

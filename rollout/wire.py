@@ -1,6 +1,7 @@
 """What goes over a wire, in one place: arrays as raw bytes, errors as dicts. Plain Python, no numpy.
 
 An array is {"dtype": "<i4", "shape": [n], "data": bytes}, little-endian, so a float32 keeps its bits; a table has "shape": [rows, width].
+A sampling mask, whose rows differ in length, is {"vocab_size": V, "tokens": n, "data": bytes} (kernels/sampling_mask.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from ..kernels.sampling_mask import SamplingMask, rows_end
 from .errors import BadRequest, RollsyncError, error_classes, show
 
 PROTOCOL_VERSION = 1
@@ -26,9 +28,10 @@ COLUMNS = {
     "entropy": "<f4",
     "top_token_ids": "<i4",
     "top_logprobs": "<f4",
+    "sampling_mask": "mask",
     "prompt_logprobs": "<f4",
 }
-"""the columns of a sample that travel as arrays; NaN in `prompt_logprobs` stands for null (the first token has none)"""
+"""the columns of a sample that travel as arrays, but for the mask; NaN in `prompt_logprobs` stands for null (the first token has none)"""
 TABLES = ("top_token_ids", "top_logprobs")
 """those that hold several values per token"""
 TOKEN_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_logprobs")
@@ -73,15 +76,40 @@ def unpack_array(value: dict[str, Any], name: str = "array") -> list[Any]:
     return [values[i : i + shape[1]] for i in range(0, count, shape[1])] if is_table else values
 
 
-def slice_array(value: dict[str, Any], start: int) -> dict[str, Any]:
-    """The rows of a well-formed wire array from `start` on (its first axis); none if it has no more."""
+def is_mask(value: Any) -> bool:
+    """Whether `value` is a sampling mask as bytes."""
+    return isinstance(value, dict) and value.keys() == {"vocab_size", "tokens", "data"} and isinstance(value["data"], bytes | bytearray)
+
+
+def slice_column(value: dict[str, Any], start: int) -> dict[str, Any]:
+    """The rows of a well-formed wire array (its first axis) or mask from `start` on; none if it has no more."""
+    if is_mask(value):
+        end = rows_end(value["data"], value["vocab_size"], start)
+        return {**value, "tokens": max(0, value["tokens"] - start), "data": bytes(value["data"][end:])}
     rows, *rest = value["shape"]
     row_bytes = len(value["data"]) // rows if rows else 0
     return {"dtype": value["dtype"], "shape": [max(0, rows - start), *rest], "data": bytes(value["data"][start * row_bytes :])}
 
 
+def begin_column(value: dict[str, Any]) -> dict[str, Any]:
+    """A copy that `extend_column` may lengthen."""
+    copied = {**value, "data": bytearray(value["data"])}
+    return copied if is_mask(value) else {**copied, "shape": list(value["shape"])}
+
+
+def extend_column(column: dict[str, Any], more: dict[str, Any]) -> None:
+    """Append the rows of `more`, in place."""
+    column["data"] += more["data"]
+    if "tokens" in column:
+        column["tokens"] += more["tokens"]
+    else:
+        column["shape"][0] += more["shape"][0]
+
+
 def jsonable(value: Any) -> Any:
-    """Strict JSON: wire arrays as lists; NaN and the infinities as null."""
+    """Strict JSON: wire arrays and masks as lists; NaN and the infinities as null."""
+    if is_mask(value):
+        return SamplingMask.from_wire(value).to_json()
     if is_array(value):
         value = unpack_array(value)
     if isinstance(value, float):

@@ -18,10 +18,11 @@ from ..kernels import trainer
 from ..kernels.segments import Segments
 from ..kernels.trainer_ops import TrainerOps, trainer_ops
 from .errors import ParityError
-from .parity_inputs import by_name, read_sequences, refuse_past
-from .parity_modules import ATTENTION, Head, Patch, Settings, patches
+from .parity_check import ParityReport, check_under
+from .parity_inputs import by_name, read_sequences, refuse_past, refuse_stretched
+from .parity_modules import ATTENTION, Head, Patch, Settings, TakeLogits, patches
 
-__all__ = ["Parity", "ParityError", "make_parity", "rollsync_parity"]
+__all__ = ["Parity", "ParityError", "ParityReport", "check", "make_parity", "rollsync_parity"]
 
 _MARK = "_rollsync_parity"
 """attribute of a model that is under parity, and the keyword by which a batch's sequences reach its attention"""
@@ -98,6 +99,18 @@ class Parity:
         finally:
             self.remove()
 
+    @contextmanager
+    def taking_logits(self, take: TakeLogits) -> Iterator[None]:
+        """While it lasts, forward passes give `take` the hidden states and a maker of logits, and return none. For losses that need
+        no [T, V] of logits at once."""
+        for head in self.heads:
+            head.take = take
+        try:
+            yield
+        finally:
+            for head in self.heads:
+                head.take = None
+
     def install(self) -> None:
         self._depth += 1
         if self._depth > 1:
@@ -113,6 +126,13 @@ class Parity:
             self._hooks.append(self.model.register_forward_hook(self._after_model, always_call=True))
 
     def remove(self) -> None:
+        """Undo one `install`; after the last the model is as it was.
+
+        Raises:
+            ParityError: there is none left to undo.
+        """
+        if not self._depth:
+            raise ParityError("the model is not under parity: there is nothing to undo")
         self._depth -= 1
         if self._depth:
             return
@@ -134,13 +154,14 @@ class Parity:
                     yield module, name, vars(module)[name]
 
     def _before_backbone(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        if torch.compiler.is_compiling():
-            raise ParityError("the model is being compiled: torch.compile changes bits; run it eagerly on the trainer's side")
+        if _in_compiled_code():
+            raise ParityError("the model runs in compiled code: torch.compile changes bits; call it eagerly")
         inputs = by_name(backbone.forward, args, kwargs)
         if inputs.get("output_attentions", getattr(backbone.config, "output_attentions", False)):
             raise ParityError("output_attentions: the kernels keep no attention weights")
         refuse_past(inputs)
         segments, positions = read_sequences(inputs)
+        refuse_stretched(backbone.config, segments)
         for module, name, function in self._checkpoints():
             if not isinstance(function, _Reenter):
                 vars(module)[name] = _Reenter(self, function)
@@ -164,6 +185,14 @@ class Parity:
             head.in_model = value
 
 
+def _in_compiled_code() -> bool:
+    # Tracing swallows what is raised while it traces, and runs the frame as it is; there its callback gives it away.
+    if torch.compiler.is_compiling():
+        return True
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return callback is not None and callback() is not None
+
+
 def _no_mask(backbone: Any) -> Any:
     """What makes a backbone build no mask of its own: it takes a finished one as it is, and our attention looks at none."""
     types = getattr(backbone.config, "layer_types", None)
@@ -178,8 +207,9 @@ _DICT_MASKS = dict.fromkeys(("Qwen2Model", "Qwen3Model", "Gemma2Model", "Gemma3T
 def _register_attention() -> None:
     from transformers import AttentionInterface
 
-    if ATTENTION not in AttentionInterface._global_mapping:
-        AttentionInterface.register(ATTENTION, _attention)
+    interface: Any = AttentionInterface
+    if ATTENTION not in interface():
+        interface.register(ATTENTION, _attention)
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -233,3 +263,46 @@ def make_parity(model: Any, *, k_shards: int = 4, head_dtype: str | torch.dtype 
     parity = _parity(model, k_shards, head_dtype, kernels)
     parity.install()
     return parity
+
+
+def check(
+    model: Any,
+    rollouts: Any,
+    *,
+    params: Any = None,
+    padding: str = "right",
+    batch_tokens: int = 2048,
+    vocab_limit: int | None = None,
+    fingerprint: str | None = None,
+    dtype: str | None = None,
+    library_version: str | None = None,
+    weight_version: int | None = None,
+    k_shards: int = 4,
+    head_dtype: str | torch.dtype | None = None,
+    kernels: str | None = None,
+) -> ParityReport:
+    """Compute rollouts again under parity, and compare every value in every bit.
+
+    Compared are those of model_logprobs, temperature_logprobs, entropy and logprobs that the rollouts hold. `logprobs` of which the
+    engine changed the logits (penalties, logit_bias), or of ids it was told to leave out without a sampling_mask that says which, are left
+    out, and counted so.
+
+    Args:
+        model: as for `rollsync_parity`; may be under it already. It is run under no_grad, in the mode it is in.
+        rollouts: a client's RolloutResult, or a list: of its prompts' results, of an engine's RolloutOutput, or of records of a trace.
+        params: SamplingParams, or one for each prompt, where the rollouts do not hold theirs; without any, only model_logprobs are
+            compared.
+        padding: how sequences are laid out: "right", "left" or "packed".
+        batch_tokens: of one forward pass, padding counted; a longer sequence has one to itself.
+        vocab_limit: ids from here on are padding of the vocabulary, which the engine never draws (`Engine.info.vocab_size`).
+        fingerprint, dtype, library_version: what the engine says of itself, where the rollouts do not.
+        weight_version: of the trainer's weights.
+        k_shards, head_dtype, kernels: as for `rollsync_parity`.
+
+    Raises:
+        ParityError: as `rollsync_parity`; or the two sides differ in what bits depend on, or there is nothing to compare.
+    """
+    return check_under(
+        _parity(model, k_shards, head_dtype, kernels), rollouts, params=params, fingerprint=fingerprint, dtype=dtype,
+        library_version=library_version, weight_version=weight_version, vocab_limit=vocab_limit, batch_tokens=batch_tokens, padding=padding,
+    )  # fmt: skip

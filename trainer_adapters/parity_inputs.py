@@ -29,6 +29,15 @@ def refuse_past(inputs: dict[str, Any]) -> None:
             raise ParityError(f"{name} holds tokens of an earlier call: parity computes whole sequences; pass them whole, without a cache")
 
 
+def refuse_stretched(config: Any, segments: Segments) -> None:
+    """Beyond a model's context `dynamic` angles depend on the longest sequence seen; the engine ends there."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = [ropes.get("rope_type"), *(part.get("rope_type") for part in ropes.values() if isinstance(part, dict))]
+    longest, context = max((end - begin for _, begin, end in segments.spans), default=0), config.max_position_embeddings
+    if "dynamic" in kinds and longest > context:
+        raise ParityError(f"a sequence of {longest} tokens stretches a dynamic rotary embedding: max_position_embeddings is {context}")
+
+
 def read_sequences(inputs: dict[str, Any]) -> tuple[Segments, Tensor]:
     """The sequences of a batch, and the position of every place, counted from its sequence's first token: [B, T] int64.
 

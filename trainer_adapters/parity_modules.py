@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,32 +85,44 @@ class Linear:
     def __init__(self, name: str, module: nn.Module, ops: TrainerOps, shards: int) -> None:
         self.name, self.module, self.ops, self.shards = name, module, ops, shards
 
-    def _run(self, x: Tensor, wide: bool = False) -> Tensor:
-        weight: Any = self.module.weight
-        bias: Any = self.module.bias
-        dtype = compute_dtype(self.name, weight)
-        bias = None if bias is None else bias.to(dtype)
-        return trainer.linear(self.ops, meet(self.name, x, dtype), weight.to(dtype), bias, shards=self.shards, wide=wide)
-
     def __call__(self, input: Tensor) -> Tensor:
-        return self._run(input)
+        module: Any = self.module
+        dtype = compute_dtype(self.name, module.weight)
+        bias = None if module.bias is None else module.bias.to(dtype)
+        return trainer.linear(self.ops, meet(self.name, input, dtype), module.weight.to(dtype), bias, shards=self.shards)
 
 
-class Head(Linear):
+TakeLogits = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
+"""takes hidden states [..., D], and what makes logits [..., V] of any of them"""
+
+
+class Head:
     """The language model's head; with its soft cap, which the model's forward then leaves out."""
 
     def __init__(self, name: str, module: nn.Module, ops: TrainerOps, wide: bool, cap: float) -> None:
-        super().__init__(name, module, ops, 1)
-        self.wide, self.cap = wide, cap
+        self.name, self.module, self.ops, self.wide, self.cap = name, module, ops, wide, cap
         self.in_model = False
         """whether the call comes from its model's forward, from which the cap has been taken"""
+        self.take: TakeLogits | None = None
+        """gets what the logits would be made of; the model then has none"""
 
     def __call__(self, input: Tensor) -> Tensor:
-        if not self.cap:
-            return self._run(input, self.wide)
-        if not self.in_model:
+        module: Any = self.module
+        if self.cap and not self.in_model:
             raise ParityError(f"{self.name} was called outside its model's forward, which would cap the logits a second time")
-        return trainer.softcap(self.ops, self._run(input, self.wide), self.cap)
+        dtype = compute_dtype(self.name, module.weight)
+        weight = module.weight.to(dtype)
+        bias = None if module.bias is None else module.bias.to(dtype)
+
+        def logits_of(hidden: Tensor) -> Tensor:
+            logits = trainer.linear(self.ops, hidden, weight, bias, wide=self.wide)
+            return trainer.softcap(self.ops, logits, self.cap) if self.cap else logits
+
+        hidden = meet(self.name, input, dtype)
+        if self.take is None:
+            return logits_of(hidden)
+        self.take(hidden, logits_of)
+        return hidden.new_empty(*hidden.shape[:-1], 0)
 
 
 class Norm:

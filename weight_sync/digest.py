@@ -32,8 +32,8 @@ _BLOCKS_AT_ONCE = 256
 _SHORT = 1024
 """runs below this many elements are summed many at a time"""
 _BITS = {torch.float32: (torch.int32, np.uint32), torch.bfloat16: (torch.int16, np.uint16), torch.float16: (torch.int16, np.uint16)}
-_KEYS = np.array([pow(10829, i + 1, 1 << 14) for i in range(_BLOCK)], np.int64)
-_FLOAT_KEYS = _KEYS.astype(np.float64)
+KEYS = np.array([pow(10829, i + 1, 1 << 14) for i in range(_BLOCK)], np.int64)
+_FLOAT_KEYS = KEYS.astype(np.float64)
 
 
 def _block_keys(blocks: Any) -> Any:
@@ -66,7 +66,7 @@ def _elements_digest(bits: Any, places: Any) -> int:
         place //= 2
     else:
         value = bits.view(np.int32).astype(np.int64)
-    terms = (value * _KEYS[place % _BLOCK]).view(np.uint64) * _block_keys((place // _BLOCK).astype(np.uint64))
+    terms = (value * KEYS[place % _BLOCK]).view(np.uint64) * _block_keys((place // _BLOCK).astype(np.uint64))
     return int(terms.sum(dtype=np.uint64))
 
 

@@ -226,9 +226,13 @@ def embed(ids_T: Tensor, weight_VD: Tensor, scale: float = 1.0, *, out: Tensor |
     out = _out("embed", out, (len(ids_T), d), dtype, weight_VD)
     check_vectors("embed", out=out)
     variant = embed_variant(d, dtype)
-    factor = torch.tensor(scale, dtype=dtype).item()
-    launch(variant, (len(ids_T), cdiv(d, variant.constants["BLOCK"])), ids_T, weight_VD, out, len(ids_T), factor)
+    launch(variant, (len(ids_T), cdiv(d, variant.constants["BLOCK"])), ids_T, weight_VD, out, len(ids_T), _rounded(scale, dtype))
     return out
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    return torch.tensor(scale, dtype=dtype).item()
 
 
 def gated(gate_TN: Tensor, up_TN: Tensor, activation: str, *, out: Tensor | None = None) -> Tensor:

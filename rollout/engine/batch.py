@@ -59,7 +59,7 @@ class Slots:
         self.adjusting: dict[int, Adjustments] = {}
         self._last_bias: Adjustments | None = None
         self.special = np.zeros(num_slots, np.bool_)
-        """whether any of the last three applies"""
+        """whether any of the last three applies, or a mask is asked for"""
         self.faults: dict[int, str] = {}
         """slots whose request met an exception, with its words; their rows are drawn greedily and mean nothing"""
 
@@ -78,7 +78,9 @@ class Slots:
         s = init.slot
         self.temperature[s], self.top_p[s], self.min_p[s] = init.temperature, init.top_p, init.min_p
         self.top_k[s], self.seed[s], self.sample_index[s] = init.top_k, init.seed, init.sample_index
-        self.want[s] = init.want_model_logprobs | init.want_entropy << 1
+        self.want[s] = init.want_model_logprobs | init.want_entropy << 1 | init.want_mask << 2
+        if init.want_mask:
+            self._arrays.reserve_masks()
         self.banned[s] = tuple(map(operator.index, init.banned_ids))
         self.banned_until[s] = init.banned_until if init.banned_ids else 0
         self.prompt_tokens[s], self.top_n[s] = init.prompt_tokens, init.top_logprobs
@@ -95,7 +97,7 @@ class Slots:
             row = self._arrays["allowed"][s]
             row[:] = 0
             row[: len(words)] = words
-        self.special[s] = s in self.adjusting or self.restricted[s] or init.top_logprobs > 0
+        self.special[s] = s in self.adjusting or self.restricted[s] or init.top_logprobs > 0 or init.want_mask
 
     def _mask(self, ids: tuple[int, ...]) -> Array:
         if id(ids) not in self._masks:
@@ -200,10 +202,11 @@ class BatchBuilder:
         columns["positions"][:T] = starts
         keys = columns["num_keys"][:T]
         np.add(starts, 1, out=keys)
-        runs, items = a["runs"][:T], a["items"][: a.num_items]
-        runs[:, 2] = self._slots.tables[columns["token_slot"][:T], starts // self._block_tokens]
-        runs[:, 3] = starts % self._block_tokens
-        items[:, 3] = np.maximum.reduceat(keys, items[:, 0])
+        if a.grouped:
+            runs, items = a["runs"][:T], a["items"][: a.num_items]
+            runs[:, 2] = self._slots.tables[columns["token_slot"][:T], starts // self._block_tokens]
+            runs[:, 3] = starts % self._block_tokens
+            items[:, 3] = np.maximum.reduceat(keys, items[:, 0])
         if self._adjusts:
             self._adjust(plan, columns["row_position"][:T].tolist())
 
@@ -212,7 +215,7 @@ class BatchBuilder:
         slots, starts = np.array(plan.slots, np.int32), np.array(plan.starts, np.int32)
         counts = np.array(plan.counts, np.int32)
         tables = self._slots.tables
-        order = _entry_order(starts, counts, slots, tables, self._block_tokens)
+        order = _entry_order(starts, counts, slots, tables, self._block_tokens) if a.grouped else np.arange(len(slots))
         first_of_plan = np.cumsum(counts) - counts
         slots, starts, counts = slots[order], starts[order], counts[order]
         first = np.cumsum(counts) - counts
@@ -223,8 +226,9 @@ class BatchBuilder:
         columns["positions"][:T] = positions
         columns["num_keys"][:T] = positions + 1
         columns["token_slot"][:T] = np.repeat(slots, counts)
-        self._runs(positions, within, columns["token_slot"][:T])
-        self._items(starts, counts, slots, first)
+        if a.grouped:
+            self._runs(positions, within, columns["token_slot"][:T])
+            self._items(starts, counts, slots, first)
         entry_first = np.empty_like(first)
         entry_first[order] = first
         banning = self._rows(plan, entry_first)
@@ -290,7 +294,7 @@ class BatchBuilder:
         return True
 
     def _changes(self, plan: StepPlan, slot: Array, position: Array) -> None:
-        """What rows change about their logits, and whether they report more than one token. Rows within a prompt do neither."""
+        """What rows change about their logits, and whether they report a mask or more than one token. Rows within a prompt do neither."""
         columns, s, R = self._arrays.columns, self._slots, len(slot)
         self._adjusts = False
         if not s.special[slot].any():
@@ -298,6 +302,7 @@ class BatchBuilder:
             return
         output = position >= s.prompt_tokens[slot]
         columns["top_n"][:R] = np.where(output, s.top_n[slot], 0)
+        columns["want"][:R] &= np.where(output, 7, 3).astype(np.uint8)
         columns["allowed_row"][:R] = np.where(output & s.restricted[slot], slot, -1)
         found = [s.adjusting[i] for i in plan.row_slot if i in s.adjusting]
         self._adjusts = any(one.follows for one in found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ...kernels.sampling_mask import SamplingMask
 from ..wire import TABLES, TOKEN_COLUMNS
 from .params import SamplingParams
 from .types import SampleOutput
@@ -21,7 +22,7 @@ def columns_for(include: Iterable[str], params: SamplingParams) -> tuple[str, ..
 
 def empty_output(request_id: str, sample_index: int, columns: Iterable[str] = ("logprobs",), **fields: Any) -> SampleOutput:
     """A final output without tokens, in these value columns; `fields` say how it ended."""
-    empty: dict[str, Any] = {name: [] for name in ("token_ids", *columns)}
+    empty: dict[str, Any] = {name: SamplingMask(0) if name == "sampling_mask" else [] for name in ("token_ids", *columns)}
     return SampleOutput(request_id=request_id, sample_index=sample_index, **empty, **fields)
 
 
@@ -35,6 +36,8 @@ class Columns:
     entropy: list[float]
     top_token_ids: list[list[int]]
     top_logprobs: list[list[float]]
+    sampling_mask: list[bytes]
+    """rows of kernels/sampling_mask.py"""
 
     def __init__(self) -> None:
         for name in VALUE_COLUMNS:

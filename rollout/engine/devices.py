@@ -89,7 +89,12 @@ def open_device(config: EngineConfig, rank: int = 0) -> Device:
         return CpuDevice(numerics.kernels, numerics.k_shards, numerics.head_dtype)
     if not torch.cuda.is_available():
         raise ConfigError(f"device {wanted!r}: torch {torch.__version__} finds no CUDA device here; device = cpu runs on the CPU")
-    raise ConfigError(f"device {wanted!r}: this version has kernels for the CPU only; device = cpu")
+    from .gpu_device import GpuDevice  # Triton comes with it
+
+    index = int(wanted.partition(":")[2] or 0) + rank
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device {wanted!r}: rank {rank} would be on cuda:{index}, and there are {torch.cuda.device_count()} devices")
+    return GpuDevice(torch.device("cuda", index), numerics.k_shards, numerics.head_dtype, graphs=numerics.cuda_graphs)
 
 
 class CpuDevice:

@@ -160,7 +160,7 @@ class ModelRunner:
             config = self.resolve(config, model, device, self.weights.nbytes)
         with _memory_for(config):
             self._take_pool(config)
-        self.updates = WeightUpdates(model, self.weights, rank, size)
+        self.updates = WeightUpdates(model, self.weights, rank, size, torch.device(device.name))
         if not loads_first:
             try:
                 self._load(progress)
@@ -190,6 +190,7 @@ class ModelRunner:
             slots=config.scheduler.max_num_seqs,
             table_blocks=-(-config.max_model_len // config.cache.block_tokens),
             banned=rows * MAX_BANNED_IDS,
+            vocab=self._vocab_limit,
         )
         layout = KvLayout(
             num_blocks=config.cache.num_blocks,
@@ -226,16 +227,22 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> None:
         """One forward pass. What it drew lies in the arrays of rank 0."""
+        self._launch(plan)
+        self._program.wait()
+
+    def _launch(self, plan: StepPlan) -> None:
         self._slots.apply(plan)
         self._batch.build(plan)
         self._program.run()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One forward pass; one value per logits row of `plan`, in its order."""
-        self.forward(plan)
+        self._launch(plan)
         a, R = self._arrays, self._arrays.num_rows
+        faults = self._slots.faulty_rows(plan.row_slot)  # what hangs on no result comes before the wait
+        self._program.wait()
         nonfinite = a["out_nonfinite"][:R]
-        broken, faults = nonfinite.any(), self._slots.faulty_rows(plan.row_slot)
+        broken = nonfinite.any()
         top_ids, top_logprobs = self._top(R)
         return StepResult(
             step=plan.step,
@@ -247,6 +254,7 @@ class ModelRunner:
             entropy=a["out_entropy"][:R].tolist(),
             top_token_ids=top_ids,
             top_logprobs=top_logprobs,
+            sampling_mask=a.masks(),
             nonfinite=(nonfinite == 1).nonzero()[0].tolist() if broken else [],
             faults=faults + [(r, NOTHING_LEFT) for r in (nonfinite == 2).nonzero()[0].tolist()] if broken else faults,
         )

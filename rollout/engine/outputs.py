@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...kernels.sampling_mask import SamplingMask
 from ..wire import COLUMNS, pack_array
 from .sequence import Sequence
 from .types import SampleOutput
@@ -33,11 +34,13 @@ def sample_output(seq: Sequence, start: int = 0) -> SampleOutput:
         request_id=request.id,
         sample_index=request.spec.first_sample + seq.index,
         token_ids=token_ids,
-        **{name: getattr(columns, name)[start:] for name in request.columns},
+        **{name: getattr(columns, name)[start:] for name in request.columns if name != "sampling_mask"},
         weight_versions=spans(seq, start, num_output),
         seed=request.seed,
         cached_tokens=seq.cached_tokens,
     )
+    if "sampling_mask" in request.columns:
+        output.sampling_mask = SamplingMask.of_rows(request.vocab_size, columns.sampling_mask[start:])
     if end is not None:
         failed_early = end.reason == "error" and num_output == 0  # see Sequence.trim
         if request.prompt_logprobs is not None and request.num_prompt_scored >= prompt_tokens and not failed_early:
@@ -53,6 +56,6 @@ def output_to_wire(output: SampleOutput) -> dict[str, Any]:
     """`SampleOutput.to_wire` with its columns as wire arrays, packed here so that the front can pass them on untouched."""
     wire = output.to_wire()
     for name, dtype in COLUMNS.items():
-        if name in wire:
+        if name in wire and name != "sampling_mask":
             wire[name] = pack_array(dtype, wire[name])
     return wire

@@ -26,7 +26,7 @@ MAX_FORCED_ROWS = 256
 """scored (not sampled) logits rows per step; a prefill that needs more is split"""
 
 COUNTERS = (
-    "steps", "fed_tokens", "generated_tokens", "prompt_tokens", "cached_tokens", "preemptions",
+    "steps", "fed_tokens", "generated_tokens", "prompt_tokens", "cached_tokens", "cut_prefills", "preemptions",
     "nonfinite", "faults", "aborted", "finished",
 )  # fmt: skip
 
@@ -158,6 +158,7 @@ class Planner:
         if count <= 0:
             return
         end = start + count
+        self.counters["cut_prefills"] += end < seq.num_to_feed
         forced = tokens[first : end + 1]
         draws = end == len(tokens)
         self._row_room -= len(forced)

@@ -261,6 +261,8 @@ class Scheduler(Planner):
             if "top_logprobs" in more:
                 columns.top_token_ids.append(result.top_token_ids[row])
                 columns.top_logprobs.append(result.top_logprobs[row])
+            if "sampling_mask" in more:
+                columns.sampling_mask.append(result.sampling_mask[row])
 
     def _draw(self, seq: Sequence, row: int, result: StepResult, outputs: list[SampleOutput]) -> None:
         """Take a sampled token in; end the sample if it says so."""

@@ -68,6 +68,7 @@ class Request:
         "shared_columns",
         "spec",
         "stop_ids",
+        "vocab_size",
     )
 
     def __init__(
@@ -87,6 +88,7 @@ class Request:
         self.banned_until = len(self.prompt) + params.min_tokens if params.min_tokens else 0
         self.columns = columns_for(spec.include, params)
         """names of the value columns of its samples"""
+        self.vocab_size = info.vocab_size
         self.more_columns = frozenset(self.columns[1:])
         self.prompt_logprobs: list[float | None] | None = None
         if "prompt_logprobs" in spec.include:
@@ -270,6 +272,7 @@ class Sequence:
             min_p=params.min_p,
             want_model_logprobs="model_logprobs" in request.columns or request.prompt_logprobs is not None,
             want_entropy="entropy" in request.columns,
+            want_mask="sampling_mask" in request.columns,
             banned_ids=request.banned_ids,
             banned_until=request.banned_until,
             prompt_tokens=len(request.prompt),

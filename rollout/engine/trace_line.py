@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..wire import is_array, unpack_array
+from ...kernels.sampling_mask import SamplingMask
+from ..wire import is_array, is_mask, unpack_array
 from .config import EngineConfig
 from .params import SamplingParams
 from .runner_info import RunnerInfo
@@ -101,6 +102,9 @@ class LineMaker:
         for name, value in output.items():
             if is_array(value):
                 own.append(f'"{name}":{array_to_json(value, *(("null",) if name == "prompt_logprobs" else ()))}')
+            elif is_mask(value):
+                rows = ",".join(map(_dump, SamplingMask.from_wire(value).json_rows()))
+                own.append(f'"{name}":{{"vocab_size":{value["vocab_size"]},"tokens":[{rows}]}}')
             elif name not in ("request_id", "sample_index", "seed"):
                 own.append(f'"{name}":{_dump(value)}')
         return f"{self._facts},{self._shared},{','.join(own)}}}\n".encode()

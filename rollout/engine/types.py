@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ...kernels.sampling_mask import SamplingMask
 from ..errors import BadRequest, show
 from .params import MAX_SAMPLES, SamplingParams, check_ids, check_integer, check_text
 
 ON_UNAVAILABLE = ("queue", "refuse")
 VERSION_LIMIT = (1 << 63) - 1
-INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs")
+INCLUDES = ("text", "model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs", "sampling_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,9 @@ class SampleOutput:
     The token itself need not be among them; where fewer ids can be drawn, -1 and -inf fill up"""
     top_logprobs: list[list[float]] | None = None
     """their log-probabilities, as `logprobs` counts them"""
+    sampling_mask: SamplingMask | None = None
+    """per token the ids that it could be drawn from: those that truncation, allowed_token_ids and min_tokens left (at temperature 0 the
+    likeliest). `logprobs` are those of the distribution renormalised over them"""
     prompt_logprobs: list[float | None] | None = None
     """model log-probability of each prompt token, from `prompt_logprobs_start` on, given those before it; None for the prompt's first"""
     finish_reason: str | None = None
@@ -153,8 +157,11 @@ class SampleOutput:
         return self.finish_reason is not None
 
     def to_wire(self) -> dict[str, Any]:
-        """Msgpack-able dict without the empty fields; `SampleOutput(**wire)` is its inverse."""
-        return {name: v for name in _OUTPUT_NAMES if (v := getattr(self, name)) is not None}
+        """Msgpack-able dict without the empty fields; `SampleOutput(**wire)` is its inverse, a mask apart (`SamplingMask.to_wire`)."""
+        wire = {name: v for name in _OUTPUT_NAMES if (v := getattr(self, name)) is not None}
+        if self.sampling_mask is not None:
+            wire["sampling_mask"] = self.sampling_mask.to_wire()
+        return wire
 
 
 _OUTPUT_NAMES = tuple(f.name for f in fields(SampleOutput))
@@ -173,6 +180,8 @@ class SlotInit:
     min_p: float
     want_model_logprobs: bool = False
     want_entropy: bool = False
+    want_mask: bool = False
+    """of the rows of output tokens"""
     banned_ids: tuple[int, ...] = ()
     """ids not to sample while a row's position is below `banned_until` (EOS and stop ids under min_tokens)"""
     banned_until: int = 0
@@ -236,6 +245,8 @@ class StepResult:
     top_token_ids: list[list[int]] = field(default_factory=list)
     """per row as many ids as its slot asked for (see SampleOutput); empty if no row asks"""
     top_logprobs: list[list[float]] = field(default_factory=list)
+    sampling_mask: list[bytes] = field(default_factory=list)
+    """per row the words of its mask (kernels/sampling_mask.py), or none if its slot did not ask; empty if no row asks"""
     nonfinite: list[int] = field(default_factory=list)
     """indices of rows whose logits held NaN or +inf; their other values mean nothing"""
     faults: list[tuple[int, str]] = field(default_factory=list)

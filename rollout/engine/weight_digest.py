@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...kernels.native_lib import NativeLibrary, available_builds, load_build
 from ...weight_sync.boxes import Box
+from ...weight_sync.digest import KEYS as DIGEST_KEYS
 from ...weight_sync.fill import Fill, fill
 from ...weight_sync.receiver import inspect as inspect_plain
 
@@ -29,6 +30,58 @@ def native_inspect(library: NativeLibrary) -> Inspect:
         return library.digest(rows, box.offset[0] * shape[1] + box.offset[1], shape[1])
 
     return inspect
+
+
+def inspect_where_they_lie(values: Tensor, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Digest and finite check without a copy to the host, for values on another device."""
+    if values.device.type == "cpu" or len(box.length) not in (1, 2):
+        return inspect_plain(values, box, shape)
+    return device_digest(values, box, shape), values.numel() - int(torch.isfinite(values).sum())
+
+
+_PIECE = 1 << 24
+"""elements at once: each takes some ten words on the way"""
+
+
+def device_digest(values: Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """`weight_sync.digest.box_digest` of 1-D or 2-D values, in int64 arithmetic of their device, which wraps as the digest does."""
+    if len(box.length) == 1:
+        values, first, width = values.reshape(1, -1), box.offset[0], values.numel()
+    else:
+        first, width = box.offset[0] * shape[1] + box.offset[1], shape[1]
+    rows = max(1, _PIECE // max(values.shape[1], 1))
+    columns = torch.arange(values.shape[1], device=values.device)
+    keys = torch.from_numpy(DIGEST_KEYS).to(values.device)
+    total = 0
+    for row in range(0, values.shape[0], rows):
+        part = values[row : row + rows].contiguous()
+        places = first + (row + torch.arange(len(part), device=values.device))[:, None] * width + columns
+        if part.dtype == torch.float32:
+            words = part.view(torch.int32).long()
+        else:
+            half = part.view(torch.int16).long()
+            words = torch.where(places % 2 == 1, half << 16, half & 0xFFFF)
+            places = places // 2
+        terms = words * keys[places % len(keys)] * _block_keys(places // len(keys))
+        total += int(terms.sum())
+    return total % (1 << 64)
+
+
+def _block_keys(blocks: Tensor) -> Tensor:
+    """The digest's odd keys of blocks, as signed int64."""
+    x = (blocks + 1) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31) | 1
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x >> count, zeros coming in from above."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def fast_fill() -> Fill:

@@ -11,10 +11,9 @@ from torch import Tensor
 from ...kernels.weights import NativeWeights, Weights
 from ...weight_sync.boxes import Box
 from ...weight_sync.manifest import Manifest, TensorEntry
-from ...weight_sync.receiver import inspect as inspect_plain
 from ..models.config import DecoderConfig
 from ..models.params import hf_shapes, is_ignored, param_specs, plan, tied_name
-from .weight_digest import Inspect, native_inspect
+from .weight_digest import Inspect, inspect_where_they_lie, native_inspect
 
 
 class ParamTarget:
@@ -149,8 +148,8 @@ def tie_problems(cfg: DecoderConfig, digests: dict[str, int]) -> list[str]:
 
 
 def inspector(weights: Weights) -> Inspect:
-    """Digest and finite check by the library the weights are packed with; without kernels if there is none."""
-    return native_inspect(weights.library) if isinstance(weights, NativeWeights) else inspect_plain
+    """Digest and finite check where values lie: by the library the weights are packed with, on their device, or without kernels."""
+    return native_inspect(weights.library) if isinstance(weights, NativeWeights) else inspect_where_they_lie
 
 
 def live_digests(cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1) -> dict[str, int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...kernels.weights import Weights
 from ...weight_sync.boxes import Box
 from ...weight_sync.manifest import ChunkError, Manifest, ManifestError, TensorEntry
@@ -44,7 +46,9 @@ class _Open:
 class WeightUpdates:
     """Updates of one rank's weights. `extend`, `chunk`, `progress` and `digests` may come from any thread, the rest from the engine's."""
 
-    def __init__(self, cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1) -> None:
+    def __init__(
+        self, cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1, device: torch.device | None = None
+    ) -> None:
         self._cfg, self._weights = cfg, weights
         self._rank, self._size = tp_rank, tp_size
         self._lock = threading.Lock()
@@ -52,7 +56,7 @@ class WeightUpdates:
         """of the live weights, beside the steps"""
         self._closed = False
         self._open: _Open | None = None
-        self.groups = Groups()
+        self.groups = Groups(device)
         self.version = 0
 
     def open(self, update_id: str, manifest: Manifest | None, *, mode: str | None, staged: bool, transport: Any) -> list[str]:

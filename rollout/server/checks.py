@@ -23,7 +23,7 @@ from ..fields import did_you_mean
 from ..wire import is_array, unpack_array
 from . import json_steps
 
-NOT_YET_INCLUDES = ("sampling_mask", "routed_experts")
+NOT_YET_INCLUDES = ("routed_experts",)
 Schema = dict[str, Any]
 
 

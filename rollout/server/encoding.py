@@ -15,7 +15,8 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from ..wire import is_array, jsonable, unpack_array
+from ...kernels.sampling_mask import SamplingMask
+from ..wire import is_array, is_mask, jsonable, unpack_array
 
 ASIDE_BYTES = 1 << 16
 """what is estimated to be of more is encoded in a thread: some 10 ms of JSON"""
@@ -94,6 +95,8 @@ def _json_parts(value: Any) -> Iterator[bytes]:
         yield encode(value, binary=False)
     elif isinstance(value, dict) and is_array(value):
         yield from _json_parts(unpack_array(value))
+    elif is_mask(value):
+        yield from _mask_parts(value)
     elif isinstance(value, dict):
         for i, (key, item) in enumerate(value.items()):
             yield f"{',' if i else '{'}{_json(key)}:".encode()
@@ -109,6 +112,14 @@ def _json_parts(value: Any) -> Iterator[bytes]:
             else:
                 yield encode(part, binary=False)[1:-1]
         yield b"]"
+
+
+def _mask_parts(value: Any) -> Iterator[bytes]:
+    """A mask, row by row: each is of no more than a bit per id."""
+    yield f'{{"vocab_size":{value["vocab_size"]},"tokens":['.encode()
+    for token, row in enumerate(SamplingMask.from_wire(value).json_rows()):
+        yield ("," * (token > 0) + _json(row)).encode()
+    yield b"]}"
 
 
 def _msgpack_parts(value: Any) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 from ..errors import EngineDead, RollsyncError
-from ..wire import TOKEN_COLUMNS, slice_array
+from ..wire import TOKEN_COLUMNS, begin_column, extend_column, slice_column
 from .engine_client import Output
 
 
@@ -26,7 +26,7 @@ def join_spans(spans: list[dict[str, int]], more: list[dict[str, int]], shift: i
 def output_from(output: Output, start: int) -> Output:
     """The delta that holds the tokens of `output` from `start` on. Spans keep counting from the sample's first token."""
     spans = [{**s, "start": max(start, s["start"])} for s in output["weight_versions"] if s["end"] > start]
-    columns = {name: slice_array(output[name], start) for name in TOKEN_COLUMNS if name in output}
+    columns = {name: slice_column(output[name], start) for name in TOKEN_COLUMNS if name in output}
     return {"sample_index": output["sample_index"], "start": start, **columns, "weight_versions": spans}
 
 
@@ -47,17 +47,16 @@ class _Sample:
             if name in delta:
                 new, old = delta[name], self.columns.get(name)
                 if old is None:
-                    self.columns[name] = {**new, "shape": list(new["shape"]), "data": bytearray(new["data"])}
+                    self.columns[name] = begin_column(new)
                 else:
-                    old["data"] += new["data"]
-                    old["shape"][0] += new["shape"][0]
+                    extend_column(old, new)
         join_spans(self.spans, delta["weight_versions"], self.end)
         self.end += delta["token_ids"]["shape"][0]
 
     def take(self, index: int, keep: bool) -> Output:
         """The delta from `sent` on."""
         spans = [{**s, "start": max(self.sent, s["start"])} for s in self.spans if s["end"] > self.sent]
-        columns = {name: slice_array(array, self.sent - self.base) for name, array in self.columns.items()}
+        columns = {name: slice_column(column, self.sent - self.base) for name, column in self.columns.items()}
         delta = {"sample_index": index, "start": self.sent, **columns, "weight_versions": spans}
         self.sent = self.end
         if not keep:

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
+from ...kernels.sampling_mask import bit_words
+from ..engine.params import SamplingParams
 from ..errors import BadRequest, DetachLimit, DuplicateRequest, IllegalState, NotReady, RollsyncError, UnknownRequest, show
 from ..wire import error_to_wire, pack_array
 from .checks import check_vocabulary
@@ -25,7 +27,16 @@ MAX_DETACHED_BYTES = 1 << 30
 """of replies that may have to be kept at the same time, by the longest they can get"""
 
 
-def reply_bytes(call: RolloutCall, max_model_len: int) -> int:
+def mask_words(params: SamplingParams, vocab_size: int) -> int:
+    """int32 words that the mask of one token can take at most: those of its ids, and never more than a bit for each id there is."""
+    ids = [vocab_size, *([params.top_k] if params.top_k else []), *([1] if params.temperature == 0 else [])]
+    if params.allowed_token_ids is not None:
+        ids.append(len(params.allowed_token_ids))
+    truncates = params.top_p < 1 or params.min_p > 0 or params.min_tokens or len(ids) > 1
+    return 1 + (min(*ids, bit_words(vocab_size)) if truncates else 0)
+
+
+def reply_bytes(call: RolloutCall, max_model_len: int, vocab_size: int) -> int:
     """What the reply to `call` can take at most."""
     columns = 2 + sum(name in OPTIONAL_COLUMNS for name in call.include)
     total = 0
@@ -34,6 +45,8 @@ def reply_bytes(call: RolloutCall, max_model_len: int) -> int:
         room = max(0, max_model_len - (prompt_tokens if prompt.ids is not None else 0))
         new = room if prompt.params.max_tokens is None else min(room, prompt.params.max_tokens)
         likeliest = 2 * (prompt.params.top_logprobs or 0)
+        if "sampling_mask" in call.include:
+            likeliest += mask_words(prompt.params, vocab_size)
         scored = prompt_tokens if "prompt_logprobs" in call.include else 0
         total += 40 * prompt_tokens + prompt.params.n * (1024 + 4 * (columns + likeliest) * new + 4 * scored)
     return total
@@ -126,7 +139,8 @@ class RolloutService:
 
     def _reserve(self, call: RolloutCall, call_id: str) -> None:
         """Keep room for the longest reply `call` can get. DetachLimit if there is none."""
-        size = reply_bytes(call, int(self.engine.snapshot.info.get("max_model_len", 0)))
+        info = self.engine.snapshot.info
+        size = reply_bytes(call, int(info.get("max_model_len", 0)), int(info.get("vocab_size", 0)))
         held = sum(self._reserved.values())
         while self._sent and (len(self._reserved) >= MAX_DETACHED_CALLS or held + size > MAX_DETACHED_BYTES):
             next(iter(self._sent.values())).close()

@@ -45,9 +45,35 @@ def array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
+_MASK_IDS: Schema = {"type": "array", "items": {"type": "integer"}}
+MASK: Schema = {
+    "type": "object",
+    "properties": {
+        "vocab_size": {"type": "integer", "minimum": 0, "description": "ids that can be drawn at all are those below it"},
+        "tokens": {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {"type": "null"},
+                    _MASK_IDS,
+                    {"type": "object", "properties": {"not": _MASK_IDS}, "required": ["not"]},
+                    {"type": "object", "properties": {"bits": {"type": "string"}}, "required": ["bits"]},
+                ]
+            },
+            "description": "per token null (every id), the ids, the ids left out, or a bit per id (base64 of little-endian int32 words)",
+        },
+    },
+    "required": ["vocab_size", "tokens"],
+    "x-msgpack-array": "mask",
+}
+"""of a sampling mask in JSON; in msgpack `tokens` is their number, and `data` holds the rows (kernels/sampling_mask.py)"""
+
+
 def column(name: str) -> Schema:
     """A column of wire.COLUMNS: a list in JSON (null where a float is not finite), raw little-endian bytes in msgpack."""
     dtype = COLUMNS[name]
+    if dtype == "mask":
+        return MASK
     of = INTEGER if dtype[1] in "iu" else nullable(NUMBER)
     return {**array(array(of) if name in TABLES else of), "x-msgpack-array": dtype}
 

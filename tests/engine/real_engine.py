@@ -34,7 +34,7 @@ def make_requests(num: int, *, max_tokens: int, shared: int = 0, shortest: int =
             request_id=f"r{i}",
             prompt_token_ids=opening + prompt(i, shortest + step * i),
             params=SamplingParams(n=n, seed=i, max_tokens=max_tokens, ignore_eos=True, **SAMPLING[i % len(SAMPLING)]),
-            include=COLUMNS,
+            include=(*COLUMNS, "sampling_mask"),
         )
         for i in range(num)
     ]
@@ -48,7 +48,8 @@ def bits(output: SampleOutput) -> Bits:
     """Everything about a sample that the engine promises, floats bit for bit."""
     floats = [_packed(getattr(output, name)) for name in ("logprobs", *COLUMNS)]
     top = None if output.top_token_ids is None else (str(output.top_token_ids), [_packed(row) for row in output.top_logprobs or ()])
-    return (output.finish_reason, output.stop_reason, tuple(output.token_ids), *floats, top)
+    mask = None if output.sampling_mask is None else output.sampling_mask.to_bytes()
+    return (output.finish_reason, output.stop_reason, tuple(output.token_ids), *floats, top, mask)
 
 
 def finals(engine: Engine, requests: Sequence[RolloutRequest], *, alone: bool = False) -> dict[tuple[str, int], SampleOutput]:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from rollsync import EngineConfig
-from rollsync.rollout.engine.config import CacheConfig
+from rollsync.rollout.engine.config import CacheConfig, make_config
 from rollsync.rollout.engine.devices import open_device
-from rollsync.rollout.engine.engine import make_config
 from rollsync.rollout.errors import ConfigError
 
 GIB = 1 << 30

@@ -14,6 +14,7 @@ from fake_runner import VOCAB, FakeRunner
 from real_engine import COLUMNS, Bits, bits, changed, finals, prompt, run
 from rollsync import Engine, RolloutRequest, SampleOutput, SamplingParams
 from rollsync.kernels.native_lib import available_builds
+from rollsync.kernels.sampling_mask import SamplingMask
 from rollsync.rollout.engine.adjust import Adjustments
 from rollsync.rollout.engine.types import SlotInit
 from rollsync.rollout.errors import BadRequest
@@ -36,7 +37,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 REQUESTS = [
     RolloutRequest(
-        request_id=f"r{i}", prompt_token_ids=prompt(99, 36) + prompt(i, 4 + 9 * i), include=COLUMNS[:3],
+        request_id=f"r{i}", prompt_token_ids=prompt(99, 36) + prompt(i, 4 + 9 * i), include=(*COLUMNS[:3], "sampling_mask"),
         params=SamplingParams(seed=i, max_tokens=18, ignore_eos=True, **kind),
     )
     for i, kind in enumerate(KINDS)
@@ -80,6 +81,9 @@ def test_bits_do_not_depend_on_cached_prefixes_nor_on_what_streams(cancelling: d
         for name in ("token_ids", "logprobs", "entropy", "top_token_ids", "top_logprobs"):
             whole = getattr(final, name)
             assert whole is None or [v for delta in deltas for v in getattr(delta, name)] == whole[: sum(len(d.token_ids) for d in deltas)]
+        masks = [d.sampling_mask for d in deltas if d.sampling_mask is not None]
+        assert final.sampling_mask is not None and SamplingMask.join(masks) == final.sampling_mask[: sum(map(len, masks))]
+        assert len(masks) == len(deltas) and len(final.sampling_mask) == len(final.token_ids)
 
 
 def test_bits_do_not_depend_on_preemption(cancelling: dict[str, str], want: Runs) -> None:

@@ -65,7 +65,7 @@ def test_all_is_equal_however_the_engine_batches(trace: Path, versions: list[str
     records = list(read_trace(trace))
     assert (report.samples, report.empty) == (len(records) - 1, 1) and report.samples == 26
     assert report.tokens == report.equal_tokens == sum(len(r.token_ids) for r in records) > 250
-    assert report.columns.keys() == {"token_ids", "logprobs", "top_token_ids", "top_logprobs", *COLUMNS}
+    assert report.columns.keys() == {"token_ids", "logprobs", "top_token_ids", "top_logprobs", "sampling_mask", *COLUMNS}
     assert all(equal == total > 0 for equal, total in report.columns.values())
 
 

@@ -53,9 +53,10 @@ def test_broken_words_are_named(words: list[int], problem: str) -> None:
 def test_other_mistakes_are_named() -> None:
     mask = SamplingMask.of(40, [[1], None])
     cases: list[tuple[str, Any]] = [
-        ("no int32 words", lambda: SamplingMask(40, b"abc")), ("vocab_size", lambda: SamplingMask(0)),
+        ("no int32 words", lambda: SamplingMask(40, b"abc")), ("vocab_size", lambda: SamplingMask(-1)),
+        ("but there are tokens", lambda: SamplingMask(0, [0])), ("do not join", lambda: SamplingMask.join([SamplingMask.all(1, 41), mask])),
         ("must be some of", lambda: SamplingMask.of(40, [[]])), ("must be some of", lambda: SamplingMask.of(40, [[40]])),
-        ("do not join", lambda: mask + SamplingMask(41)), ("do not join", lambda: SamplingMask.join([mask, SamplingMask(41)])),
+        ("do not join", lambda: mask + SamplingMask.all(1, 41)),
         ("nothing to join", lambda: SamplingMask.join([])), ("steps of 1", lambda: mask[::2]),
     ]  # fmt: skip
     for problem, call in cases:

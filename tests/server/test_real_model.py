@@ -13,6 +13,7 @@ import httpx
 import msgpack
 import pytest
 from rollsync import AsyncRolloutClient, Engine, RolloutClient, RolloutRequest, SampleOutput, SamplingParams
+from rollsync.kernels.sampling_mask import SamplingMask
 from rollsync.rollout.cli import main
 from rollsync.rollout.errors import BadRequest
 from rollsync.rollout.wire import unpack_array
@@ -161,6 +162,48 @@ def test_changed_logits_and_reported_ids_over_both_formats(real: Any, in_process
     for output in wanted:
         rows = [row for d in deltas if d["index"] == output.sample_index for row in d["top_token_ids"]]
         assert rows == output.top_token_ids
+
+
+MASKED: list[dict[str, Any]] = [
+    {"top_k": 4}, {"top_p": 0.9, "temperature": 2.0}, {"min_p": 0.1}, {"min_tokens": 3}, {"temperature": 0.0}, {},
+]  # fmt: skip
+"""of each form that a mask has: ids, a bit for each id, all but a few, all"""
+
+
+def test_masks_over_both_formats_whole_and_streamed(real: Any, in_process: Engine) -> None:
+    shared, include = {"seed": 3, "max_tokens": 6}, ["sampling_mask"]
+    forms: set[str] = set()
+    with RolloutClient(real.url) as client:
+        for params in MASKED:
+            wanted = in_process.generate([[5, 6, 7]], {**shared, **params, "n": 2}, include=("sampling_mask",))[0].samples
+            body = {"prompts": [{"token_ids": [5, 6, 7]}], "n": 2, "sampling_params": {**shared, **params}, "include": include}
+            whole = client.rollouts([[5, 6, 7]], n=2, sampling_params={**shared, **params}, include=include).results[0].samples
+            items = list(client.stream([[5, 6, 7]], n=2, sampling_params={**shared, **params}, include=include, tokens=True))
+            json_whole = httpx.post(f"{real.url}/v1/rollouts", json=body).json()["results"][0]["samples"]
+            with httpx.stream("POST", f"{real.url}/v1/rollouts", json={**body, "stream": "tokens"}) as answer:
+                events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: ")]
+            for output in wanted:
+                mask, i = output.sampling_mask, output.sample_index
+                assert mask is not None and len(mask) == len(output.token_ids) and mask.vocab_size == 268
+                forms |= {type(row).__name__ if not isinstance(row, dict) else next(iter(row)) for row in mask.to_json()["tokens"]}
+                assert whole[i].sampling_mask == mask and whole[i].logprobs == output.logprobs
+                assert SamplingMask.from_wire(json_whole[i]["sampling_mask"]) == mask
+                parts = [item.delta.sampling_mask for item in items if item.delta is not None and item.delta.index == i]
+                assert SamplingMask.join(part for part in parts if part is not None) == mask
+                deltas = [e["sample"] for e in events if e["event"] == "delta" and e["sample"]["index"] == i]
+                assert SamplingMask.join(SamplingMask.from_wire(d["sampling_mask"]) for d in deltas) == mask
+        plain = client.rollouts([[5]], sampling_params={"max_tokens": 1}).results[0].samples[0]
+    assert plain.sampling_mask is None and forms == {"list", "bits", "not", "NoneType"}
+
+
+def test_where_masks_are_not_known_they_are_refused(real: Any) -> None:
+    for path, body, field in (
+        ("/v1/rollouts", {"prompts": [{"token_ids": [5]}], "include": ["sampling_masks"]}, "include[0]"),
+        ("/v1/completions", {"model": "m", "prompt": [5], "include": ["sampling_mask"]}, "include"),
+        ("/v1/logprobs", {"items": [{"prompt": {"token_ids": [5]}, "continuation": {"token_ids": [6]}}], "include": []}, "include"),
+    ):
+        answer = httpx.post(real.url + path, json=body)
+        assert answer.status_code == 400 and field in json.dumps(answer.json()["error"]), answer.text
 
 
 def test_ids_outside_the_vocabulary_fail_their_own_item(real: Any) -> None:

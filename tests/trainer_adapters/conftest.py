@@ -39,7 +39,7 @@ def make_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
             logprobs = [list(s.model_logprobs or ()) for s in samples]
             made[key] = Case(
                 folder=folder, dtype=getattr(torch, dtype), prompts=prompts, samples=[list(s.token_ids) for s in samples],
-                model_logprobs=logprobs,
+                model_logprobs=logprobs, outputs=outputs,
             )  # fmt: skip
         return made[key]
 

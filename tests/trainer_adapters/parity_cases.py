@@ -25,6 +25,13 @@ LENGTHS = (5, 33, 70, 12)
 NEW_TOKENS = 20
 
 
+def load(folder: str, dtype: Any, **options: Any) -> Any:
+    """The stock model, as it comes."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """What an engine sampled: one sequence per prompt, and the model's logprobs of its sampled tokens."""
@@ -34,16 +41,14 @@ class Case:
     prompts: list[list[int]]
     samples: list[list[int]]
     model_logprobs: list[list[float]]
+    outputs: list[Any]
 
     @property
     def sequences(self) -> list[list[int]]:
         return [p + s for p, s in zip(self.prompts, self.samples, strict=True)]
 
     def model(self, **options: Any) -> Any:
-        """The stock model, dropout and all else as it comes; weights in `dtype` unless said otherwise."""
-        import transformers
-
-        return transformers.AutoModelForCausalLM.from_pretrained(self.folder, **{"dtype": self.dtype, **options})
+        return load(self.folder, **{"dtype": self.dtype, **options})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,30 @@
+"""The GPU engine end to end without a GPU. One child runs all cases: Triton's interpreter is chosen for a whole process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("interpreted_engine.py")
+CASES = re.findall(r"^def (test_\w+)", PROGRAM.read_text(), re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    command = [sys.executable, str(PROGRAM), str(tmp_path_factory.mktemp("models"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: problem for name, problem, _ in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_interpreter(case: str, verdicts: dict[str, str | None]) -> None:
+    assert verdicts.get(case, "it did not run") is None, verdicts[case]
