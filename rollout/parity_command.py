@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ PADDINGS = ("right", "left", "packed")
 FULL_TOKENS = 20_000
 INCLUDE = ("model_logprobs", "temperature_logprobs")
 SEEN = ("steps", "cut_prefills", "cached_tokens", "preemptions")
+SETTLE_S = 5.0
 MUST = {"cut_prefills": "prefills in pieces", "cached_tokens": "cache hits", "preemptions": "preemptions"}
 """"--full" is to show these; as the engine's counters call them"""
 
@@ -141,7 +143,8 @@ def run_dtype(args: argparse.Namespace, plan: Plan, dtype: str | None, report: R
         weights_known = trainer.check_weights(client)
         each = -(-plan.tokens // len(plan.samplings))
         found = [sample(client, info["vocab_size"], sampling, each, plan) for sampling in plan.samplings]
-        after = client.status()["stats"]
+        count = sum(len(r.samples) for results, _ in found for r in results)
+        after = settled_stats(client, before["stats"]["finished"] + count)
     did = {name: after[name] - before["stats"].get(name, 0) for name in SEEN}
     lengths = [len(r.prompt_token_ids) for results, _ in found for r in results]
     served = {name: info[name] for name in ("dtype", "fingerprint", "kernels", "device", "threads")}
@@ -157,6 +160,16 @@ def run_dtype(args: argparse.Namespace, plan: Plan, dtype: str | None, report: R
             report.rows.append(Row(dtype=info["dtype"], sampling=str(sampling), padding=padding, found=compared))
         stock = trainer.compare_stock(results, sampling.temperature)
         report.rows.append(Row(dtype=info["dtype"], sampling=str(sampling), padding=None, found=stock))
+
+
+def settled_stats(client: RolloutClient, finished: int) -> dict[str, Any]:
+    """The engine's counters, once they count so many finished samples: they are published a few times a second."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        stats: dict[str, Any] = client.status()["stats"]
+        if stats["finished"] >= finished or time.monotonic() > deadline:
+            return stats
+        time.sleep(0.05)
 
 
 def check_server(where: str, info: dict[str, Any], version: str, dtype: str) -> None:
