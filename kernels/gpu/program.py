@@ -18,6 +18,7 @@ from ..program import HeadNorm, Norm, RopeTables
 from ..spec import effective_shards
 from . import ops
 from .arrays import DeviceArrays
+from .attention import SPLIT
 from .graphs import Graphs
 from .host_sampler import HostSampler
 from .pool import GpuKv
@@ -212,21 +213,25 @@ class GpuProgram:
         """The step's sizes, and that of the graph it is padded to, if it is one."""
         a = self._a
         T, R = a.num_tokens, a.num_rows
-        slots, positions = a["token_slot"][:T], a["positions"][:T]
-        first = np.flatnonzero(np.diff(slots, prepend=-1))
-        counts = np.diff(first, append=T)
-        decodes = len(first) == T == R
-        size = self._graphs.size_for(T) if decodes else None
+        first = np.flatnonzero(np.diff(a["token_slot"][:T], prepend=-1))  # every sequence has a slot of its own
+        if not len(first) == T == R:
+            items = ops.attention_items(np.diff(first, append=T).tolist(), self._heads // self._kv.layout.kv_heads, self._dtype)
+            a.num_items = len(items)
+            a["items"][: len(items)] = items
+            return Shape(T, R, len(items), False), None
+        size = self._graphs.size_for(T)
         tokens = T if size is None else size
-        apart = decodes and tokens <= self._places
-        last = positions[first + counts - 1] + 1
-        places = self._places if apart else 0
-        group = self._heads // self._kv.layout.kv_heads
-        items = ops.attention_items(counts.tolist(), group, self._dtype, num_keys=last.tolist(), places=places)
-        a.num_items = len(items)
-        a["items"][: len(items)] = items
-        rows = R if size is None else size
-        return Shape(tokens, rows, len(items) if size is None else size, apart), size
+        self._decode_items(T, tokens <= self._places)
+        return Shape(tokens, tokens, tokens, tokens <= self._places), size
+
+    def _decode_items(self, count: int, apart: bool) -> None:
+        """One work item a token; with `apart` those with more keys than a split get a place to leave each split's result in."""
+        self._a.num_items = count
+        items = self._a["items"][:count]
+        items[:, 0], items[:, 1:] = np.arange(count), (1, -1, 0)
+        if apart:
+            long = np.flatnonzero(self._a["positions"][:count] >= SPLIT)
+            items[long, 2] = np.arange(len(long))
 
     def _forward(self, shape: Shape) -> None:
         """Everything up to the logits, if there is room for all of them. What a graph records."""

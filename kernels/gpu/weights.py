@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..native_lib import available_builds, load_build
 from ..weights import WeightSpec, _check_slice
 from .queue import Queue
 
@@ -25,6 +26,9 @@ class GpuWeights:
     def __init__(self, specs: Mapping[str, WeightSpec], dtype: torch.dtype, queue: Queue, on_release: Callable[[], None]) -> None:
         self.specs, self.dtype = specs, dtype
         self._queue, self._on_release = queue, on_release
+        builds = available_builds()
+        self.library = load_build(builds[0]) if builds else None
+        """digests what comes in from the host"""
         self._places: dict[str, tuple[int, int]] = {}
         end = 0
         for name, spec in specs.items():

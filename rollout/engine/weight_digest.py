@@ -23,7 +23,7 @@ def native_inspect(library: NativeLibrary) -> Inspect:
 
     def inspect(values: Tensor, box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
         if values.device.type != "cpu" or len(box.length) not in (1, 2):
-            return inspect_plain(values, box, shape)
+            return inspect_where_they_lie(values, box, shape)
         if len(box.length) == 1:
             return library.digest(values.contiguous().view(1, -1), box.offset[0], 0)
         rows = values if values.stride(1) == 1 else values.contiguous()

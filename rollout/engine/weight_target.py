@@ -149,7 +149,8 @@ def tie_problems(cfg: DecoderConfig, digests: dict[str, int]) -> list[str]:
 
 def inspector(weights: Weights) -> Inspect:
     """Digest and finite check where values lie: by the library the weights are packed with, on their device, or without kernels."""
-    return native_inspect(weights.library) if isinstance(weights, NativeWeights) else inspect_where_they_lie
+    library = getattr(weights, "library", None)
+    return inspect_where_they_lie if library is None else native_inspect(library)
 
 
 def live_digests(cfg: DecoderConfig, weights: Weights, tp_rank: int = 0, tp_size: int = 1) -> dict[str, int]:
