@@ -19,8 +19,8 @@ from ..spec import effective_shards
 from . import ops
 from .arrays import DeviceArrays
 from .attention import SPLIT
+from .device_sampler import DeviceSampler
 from .graphs import Graphs
-from .host_sampler import HostSampler
 from .pool import GpuKv
 from .queue import Queue
 from .weights import GpuWeights, take
@@ -79,7 +79,7 @@ class GpuProgram:
         self._logits = torch.empty(0)
         """[rows there is room for, V]"""
         self._samples = True
-        self._sampler = HostSampler(arrays, queue, vocab_limit)
+        self._sampler = DeviceSampler(arrays, queue, vocab_limit)
         self._piece = 0
         """rows of logits that there is room for"""
         layout = kv.layout
@@ -183,7 +183,7 @@ class GpuProgram:
 
     @staticmethod
     def _piece_rows(row_bytes: int) -> int:
-        return max(LOGITS_BYTES // row_bytes, 1)
+        return max(LOGITS_BYTES // row_bytes // DeviceSampler.ROWS, 1) * DeviceSampler.ROWS
 
     # Running
 
@@ -201,13 +201,15 @@ class GpuProgram:
             else:
                 self._graphs.run(size, partial(self._forward, shape))
             self._sample_rows(a.num_rows)
+            if self._samples and a.num_rows:
+                self._sampler.fetch()
             self._queue.record()
 
     def wait(self) -> None:
         """Until what `run` launched is in the arrays."""
         self._queue.wait()
         if self._samples:
-            self._sampler.sample()
+            self._sampler.finish()
 
     def _shape_of_step(self) -> tuple[Shape, int | None]:
         """The step's sizes, and that of the graph it is padded to, if it is one."""
@@ -248,7 +250,7 @@ class GpuProgram:
             if rows > self._piece:
                 self._head(begin, end)
             if self._samples:
-                self._sampler.fetch(self._logits[: end - begin], begin)
+                self._sampler.launch(self._logits[: end - begin], begin)
 
     def close(self) -> None:
         """Free the activations."""

@@ -1,6 +1,6 @@
 """The whole GPU engine on CPU tensors, by Triton's interpreter. Run as a program by test_interpreted_engine.py: prints one verdict a line.
 
-    python interpreted_engine.py SCRATCH_FOLDER
+    python interpreted_engine.py SCRATCH_FOLDER [TEST ...]
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from live import sync  # noqa: E402
 from real_engine import bits, finals  # noqa: E402
 from replayed import MODULES, NotReplayable, Recorder  # noqa: E402
 from rollsync import Engine, RolloutRequest, SamplingParams  # noqa: E402
+from rollsync.kernels.gpu.arrays import DeviceArrays  # noqa: E402
+from rollsync.kernels.gpu.device_sampler import DeviceSampler  # noqa: E402
 from rollsync.kernels.gpu.queue import HostQueue  # noqa: E402
+from rollsync.kernels.reference_program import sample_rows  # noqa: E402
+from rollsync.kernels.step import ADJUST, StepLimits, allowed_words  # noqa: E402
 from rollsync.rollout.engine.config import make_config  # noqa: E402
 from rollsync.rollout.engine.gpu_device import GpuDevice  # noqa: E402
 from rollsync.rollout.engine.model_runner import ModelRunner  # noqa: E402
@@ -122,6 +126,57 @@ def test_preempted_and_prefilled_again_give_the_same_bits() -> None:
         assert bits(given)[2:] == bits(output)[2:], "decoded one by one, and all in one chunk"
 
 
+def test_rows_of_every_kind_are_sampled_in_pieces_as_the_reference_samples_them() -> None:
+    rows, vocab, limit = 20, 70, 66
+    arrays = DeviceArrays(StepLimits(tokens=1, rows=rows, slots=4, table_blocks=1, banned=40, vocab=limit), HostQueue())
+    rng = np.random.default_rng(3)
+    arrays.num_rows = rows
+    arrays["temperature"][:], arrays["top_p"][:] = rng.choice([0.0, 0.7, 1.0, 1.4], rows), rng.choice([1.0, 0.9, 0.5], rows)
+    arrays["top_k"][:], arrays["min_p"][:] = rng.choice([0, 5, 30], rows), rng.choice([0.0, 0.05], rows)
+    arrays["seed"][:] = rng.integers(0, 1 << 63, rows, np.uint64) * np.uint64(2) + np.uint64(1)
+    arrays["sample_index"][:], arrays["row_position"][:] = np.arange(rows), np.arange(rows) + 7
+    arrays["forced"][:], arrays["want"][:] = np.where(np.arange(rows) % 5 == 4, 11, -1), np.arange(rows) % 8
+    arrays["top_n"][:] = np.arange(rows) % 4
+    arrays["ban_offset"][:] = np.minimum(np.arange(rows + 1), 17) * 2
+    arrays["banned"][:] = np.arange(40) % 64
+    for slot in range(4):
+        words = allowed_words(range(slot, 60, slot + 1))
+        arrays.reserve_allowed(len(words))
+        arrays["allowed"][slot, : len(words)] = words
+    arrays["allowed_row"][:] = np.where(np.arange(rows) % 3 == 1, np.arange(rows) % 4, -1)
+    end = 0
+    for row in range(rows):
+        entries = [(i, 0.5 * i, 1.2, 0.1) for i in range(row % 3)]
+        end = arrays.put_adjust(end, np.array(entries, ADJUST))
+        arrays["adjust_offset"][row + 1] = end
+    arrays.reserve_masks()
+    logits = torch.from_numpy(rng.normal(0, 3, (rows, 96)).astype(np.float32))[:, :vocab]
+    logits[6, 3] = float("nan")
+    with torch.inference_mode():
+        sample_rows(arrays, logits, limit)
+        outs = [name for name in arrays.columns if name.startswith("out_")]
+        wanted, masks = {name: arrays[name].copy() for name in outs}, arrays.masks()
+        for name in outs:
+            arrays[name][...] = 99
+        sampler = DeviceSampler(arrays, HostQueue(), limit)
+        arrays.send()
+        for begin, stop in ((0, 16), (16, rows)):
+            sampler.launch(logits[begin:stop], begin)
+        sampler.fetch()
+        sampler.finish()
+    assert arrays.masks() == masks and any(len(mask) > 4 for mask in masks)
+    sound, top = wanted["out_nonfinite"] == 0, arrays["top_n"]
+    assert not sound.all() and (arrays["out_nonfinite"] == wanted["out_nonfinite"]).all()
+    for name in ("token", "logprob", "temperature_logprob"):
+        assert arrays["out_" + name][sound].tobytes() == wanted["out_" + name][sound].tobytes(), name
+    for bit, name in ((1, "model_logprob"), (2, "entropy")):
+        asked = sound & (arrays["want"] & bit > 0)
+        assert arrays["out_" + name][asked].tobytes() == wanted["out_" + name][asked].tobytes(), name
+    for row in sound.nonzero()[0].tolist():
+        for name in ("out_top_id", "out_top_logprob"):
+            assert arrays[name][row, : top[row]].tobytes() == wanted[name][row, : top[row]].tobytes(), (name, row)
+
+
 def test_graphs_replay_what_they_recorded_and_give_the_same_bits() -> None:
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(patch)
@@ -199,7 +254,10 @@ def _locked(lock: threading.Lock, launch: Callable[..., None], args: Any) -> Non
 
 
 def main() -> None:
-    tests: dict[str, Callable[[], None]] = {name: test for name, test in globals().items() if name.startswith("test_")}
+    chosen = sys.argv[2:]
+    tests: dict[str, Callable[[], None]] = {
+        name: test for name, test in globals().items() if name.startswith("test_") and (not chosen or name in chosen)
+    }
     import time
 
     for name, test in tests.items():

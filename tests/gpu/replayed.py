@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from rollsync.kernels.gpu import attention, kv, linear, rows
+from rollsync.kernels.gpu import attention, kv, linear, rows, sampler
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-MODULES = (attention, kv, linear, rows)
+MODULES = (attention, kv, linear, rows, sampler)
 """that launch kernels"""
 VIEWS = {"view", "slice", "select", "as_strided", "unsqueeze", "expand", "transpose", "unbind", "detach", "alias", "_unsafe_view", "t"}
 """operations of torch that only make another view of memory that is there"""
