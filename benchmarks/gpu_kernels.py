@@ -229,3 +229,29 @@ def attention_speed(c: Context) -> None:
         theirs = c.seconds(partial(F.scaled_dot_product_attention, q, k, v, is_causal=steps > 1, enable_gqa=True))
         ours = c.seconds(paged.run)
         c.add(f"attention, {b} x {steps} of {length} keys: flash's time / ours", theirs / ours, "" if c.tiny else ">= 0.7")
+
+
+def sampler(c: Context) -> None:
+    """Drawing a token for each of 256 rows, against reading their logits once; and kinds of sampling against greedy."""
+    from rollsync.kernels.gpu import ops
+
+    rows, vocab = (2, 70) if c.tiny else (256, 151936)
+    logits = torch.randn(rows, -(-vocab // 32) * 32, device=c.device).to(torch.float32 if c.tiny else torch.bfloat16)[:, :vocab]
+    plain = {
+        "temperature": torch.ones(rows, dtype=torch.float64), "top_p": torch.ones(rows, dtype=torch.float64), "min_p": torch.zeros(rows),
+        "top_k": torch.zeros(rows, dtype=torch.int64), "seed": torch.arange(rows), "sample_index": torch.zeros(rows, dtype=torch.int32),
+        "row_position": torch.ones(rows, dtype=torch.int32), "forced": torch.full((rows,), -1),
+        "want": torch.zeros(rows, dtype=torch.uint8), "top_n": torch.zeros(rows, dtype=torch.uint8),
+    }  # fmt: skip
+    out = ops.SamplerOut.allocate(rows, c.device)
+    read = c.seconds(lambda: logits.amax(1), repeat=10)
+    kinds: dict[str, dict[str, float]] = {
+        "greedy": {"temperature": 0.0}, "temperature 1": {}, "top_p 0.9": {"top_p": 0.9}, "top_k 50": {"top_k": 50},
+        "all columns": {"want": 3, "top_n": 5},
+    }  # fmt: skip
+    for kind, changes in kinds.items():
+        columns = {name: torch.full_like(t, changes[name]) if name in changes else t for name, t in plain.items()}
+        there = ops.SamplerColumns(**{name: t.to(c.device) for name, t in columns.items()})
+        took = c.seconds(partial(ops.sample, logits, there, vocab_limit=vocab, out=out), repeat=10)
+        c.add(f"sampler, {rows} rows of {vocab}, {kind}: microseconds", took * 1e6)
+        c.add(f"sampler, {rows} rows of {vocab}, {kind}: times one read of them", took / read)
