@@ -97,9 +97,10 @@ class Rows:
         self.limit = vocab if vocab_limit is None else int(vocab_limit)
         check(name, 0 < self.limit <= vocab, f"vocab_limit must be in [1, {vocab}], got {self.limit}")
         temperature = self._columns["temperature"]
-        divisor = np.where(temperature == 0, 1.0, temperature)
-        self.inverse = torch.from_numpy(np.where(temperature == 0, 0.0, 1.0 / divisor).astype(np.float32))
-        """what logits are multiplied with, [T] float32; 0 where greedy, whose logprobs do not move"""
+        self.greedy = torch.from_numpy(temperature == 0)
+        """rows at temperature 0, whose values do not move with the logits, [T] bool"""
+        self.inverse = torch.from_numpy((1.0 / np.where(temperature == 0, 1.0, temperature)).astype(np.float32))
+        """what logits are multiplied with, [T] float32"""
         self._found: list[bytes] = []
         """with `keep`, rows of the masks that truncation made"""
 
@@ -157,14 +158,20 @@ class Rows:
         """Which ids the logprobs of `count` rows from `first` on run over, [count, V] bool; None for all of them."""
         if self.mask is None and not self._truncates and self.limit == self.vocab:
             return None
-        kept_TV = torch.zeros(count, self.vocab, dtype=torch.bool)
+        kept_TV = np.zeros((count, self.vocab), np.bool_)
         kept_TV[:, : self.limit] = True
-        mask = SamplingMask.of_rows(self.limit, self._found[first : first + count]) if self._truncates else self.mask
-        for i in range(count if mask is not None else 0):
+        mask = self.mask
+        if self._truncates:
+            mask, first = SamplingMask.of_rows(self.limit, self._found[first : first + count]), 0
+        for kept_V, row in zip(kept_TV, range(first, first + count) if mask is not None else (), strict=False):
             assert mask is not None
-            allowed, banned = self._row_ids(mask, i if self._truncates else first + i)
-            if allowed is not None:
-                kept_TV[i] = False
-                kept_TV[i, torch.from_numpy(allowed.astype(np.int64))] = True
-            kept_TV[i, torch.from_numpy(banned.astype(np.int64))] = False
-        return kept_TV
+            words = np.frombuffer(mask.row(row), np.int32)
+            head, rest = int(words[0]), words[1:]
+            if head == BITS:
+                kept_V[: self.limit] = np.unpackbits(rest.view(np.uint8), count=self.limit, bitorder="little")
+            elif head > ALL:
+                kept_V[:] = False
+                kept_V[rest] = True
+            else:
+                kept_V[rest] = False
+        return torch.from_numpy(kept_TV)

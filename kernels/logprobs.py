@@ -209,22 +209,32 @@ def _pieces(parts: Sequence[Tensor], vocab: int) -> Iterator[tuple[int, Tensor]]
         first += len(part)
 
 
-def _gradient(piece_TV: Tensor, ids_T: Tensor, rows: Rows, first: int, values: Tensor, grads: tuple[Tensor, Tensor | None]) -> Tensor:
-    """d sum(grad * logprob + grad' * entropy) / d logits of a piece: float32 [rows, V]."""
+def _gradient(
+    piece_TV: Tensor,
+    ids_T: Tensor,
+    rows: Rows,
+    first: int,
+    values: Tensor,
+    grads: tuple[Tensor, Tensor | None],
+    out_TV: Tensor | None = None,
+) -> Tensor:
+    """d sum(grad * logprob + grad' * entropy) / d logits of a piece: float32 [rows, V], in `out_TV` if given."""
     at = slice(first, first + len(piece_TV))
-    inverse, g = rows.inverse[at, None], torch.where(values[0, at].isfinite(), grads[0][at], 0.0)
-    z = piece_TV.float() * inverse
-    entropy_part = None
-    if grads[1] is not None:
-        logp = torch.log_softmax(z, 1)
-        p = logp.exp()
-        entropy_part = logp.clamp_(min=-1e30).add_(values[1, at, None]).mul_(p).mul_(-grads[1][at, None])
+    logprob, inverse, moves = values[0, at], rows.inverse[at], ~rows.greedy[at]
+    drawn = logprob.isfinite() & moves  # what could not be drawn has no slope
+    g = torch.where(drawn, grads[0][at], 0.0) * inverse
+    x, chosen = piece_TV.float(), ids_T[at, None]
+    log_sum = torch.where(drawn, x.gather(1, chosen)[:, 0] * inverse - logprob, torch.inf)
+    p = torch.addcmul(-log_sum[:, None], x, inverse[:, None], out=out_TV).exp_().mul_(-g[:, None])
+    p.scatter_add_(1, chosen, g[:, None])
     kept = rows.kept(len(piece_TV), first)
     if kept is not None:
-        z.masked_fill_(~kept, -torch.inf)
-    p = torch.softmax(z, 1).mul_(-g[:, None])
-    p[torch.arange(len(p)), ids_T[at]] += g
-    return (p if entropy_part is None else p.add_(entropy_part)).mul_(inverse)
+        p.masked_fill_(~kept, 0.0)
+    if grads[1] is not None:
+        logp = torch.log_softmax(x * inverse[:, None], 1)
+        scale = torch.where(moves, grads[1][at], 0.0) * inverse
+        p.sub_(logp.exp().mul_(logp.clamp_(min=-1e30).add_(values[1, at, None])).mul_(scale[:, None]))
+    return p
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -244,7 +254,10 @@ class _TokenLogprobs(torch.autograd.Function):
         out = torch.empty(logits.shape, dtype=logits.dtype)
         out_TV, grads = out.flatten(0, -2), (grad_T, grad_entropy_T if ctx.entropy else None)
         for first, piece in _pieces(_parts(logits), logits.shape[-1]):
-            out_TV[first : first + len(piece)] = _gradient(piece, ids_T, ctx.rows, first, values, grads)
+            target = out_TV[first : first + len(piece)]
+            slope = _gradient(piece, ids_T, ctx.rows, first, values, grads, target if out.dtype == torch.float32 else None)
+            if slope is not target:
+                target.copy_(slope)
         return out, None, None, None, None
 
 

@@ -225,13 +225,21 @@ inline void report_mask(int32_t* out, const float* z, int limit, int padded, boo
       for (const Candidate& c : candidates) keep(c.id);
     });
   } else if (restricted) {
-    auto walk = [&](auto keep) {
-      for (int j = 0; j < padded; j += 16)
-        for (unsigned mask = at_least_mask(load(z + j), bc(-3.4028234663852886e38f)); mask; mask &= mask - 1) keep(j + __builtin_ctz(mask));
-    };
+    auto finite = [&](int j) { return at_least_mask(load(z + j), bc(-3.4028234663852886e38f)); };
     int count = 0;
-    walk([&](int) { count++; });
-    write_mask(out, limit, count, walk);
+    for (int j = 0; j < padded; j += 16) count += __builtin_popcount(finite(j));
+    if (int rest = limit - count; 0 < rest && rest < count && rest <= ceil_div(limit, 32)) {  // few are left out: those alone
+      *out++ = -rest;
+      for (int j = 0; j < limit; j += 16) {
+        unsigned real = limit - j < 16 ? (1u << (limit - j)) - 1 : 0xFFFF;
+        for (unsigned mask = ~finite(j) & real; mask; mask &= mask - 1) *out++ = j + __builtin_ctz(mask);
+      }
+      return;
+    }
+    write_mask(out, limit, count, [&](auto keep) {
+      for (int j = 0; j < padded; j += 16)
+        for (unsigned mask = finite(j); mask; mask &= mask - 1) keep(j + __builtin_ctz(mask));
+    });
   } else {
     *out = 0;
   }

@@ -60,7 +60,7 @@ def test_a_trainers_logits_and_the_mask_give_the_logprobs(cancelling: dict[str, 
     rng = random.Random(11)
     requests = [
         RolloutRequest(request_id=f"r{i}", prompt_token_ids=prompt(i, 4 + i % 7), params=some_params(rng, i), include=("sampling_mask",))
-        for i in range(24)
+        for i in range(18)
     ]
     options: dict[str, Any] = {"dtype": dtype, "threads": 1, "num_blocks": 256}
     with Engine(cancelling["llama"], **options) as engine:
@@ -92,7 +92,7 @@ def test_a_trainers_logits_and_the_mask_give_the_logprobs(cancelling: dict[str, 
                 assert row is not None and set(row) <= set(request.params.allowed_token_ids)
             assert not (t < request.params.min_tokens and set(BANNED) & set(kept)), "a stop id under min_tokens"
             assert mask.count(t) == 1 or request.params.temperature > 0
-    assert impossible > 30 and narrowed > 200
+    assert impossible > 20 and narrowed > 150
 
 
 def test_rows_that_nothing_restricts_take_one_word(cancelling: dict[str, str]) -> None:

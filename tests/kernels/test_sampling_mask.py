@@ -66,7 +66,7 @@ def test_other_mistakes_are_named() -> None:
         mask[2]
 
 
-def test_the_samplers_masks_are_the_specifications(literal: Any, ops: NativeOps) -> None:
+def test_the_samplers_masks_are_the_specifications(literal: Any, once: Any, ops: NativeOps) -> None:
     """Ranks, masses and thresholds as docs/numerics.md words them, for every combination and what bans leave."""
     vocab, limit, g = 70, 66, np.random.default_rng(5)
     combinations = list(itertools.product((0, 1, 30, 66), (1.0, 0.4, 0.97), (0.0, 0.03), (1.0, 0.6), (False, True)))
@@ -80,14 +80,17 @@ def test_the_samplers_masks_are_the_specifications(literal: Any, ops: NativeOps)
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p.astype(F32), seed=zeros.astype(np.uint64), sample_index=zeros,
         position=zeros, forced=np.full(R, -1), want_model=~yes, want_entropy=~yes, banned=banned, vocab_limit=limit, want_mask=yes,
     )  # fmt: skip
-    for result in (ref.sample(logits, rows), ops.sample(logits, rows)):
+
+    def kept(r: int) -> list[int]:
+        part = [i for i in range(limit) if i not in banned[r]]
+        z = [logits[r, i].numpy() * F32(1 / temperature[r]) for i in part]
+        return [part[i] for i in literal.kept_ids(z, int(top_k[r]), float(top_p[r]), float(min_p[r]))[0]]
+
+    wanted = once("kept", lambda: [kept(r) for r in range(R)])
+    for result in (once("sampled", lambda: ref.sample(logits, rows)), ops.sample(logits, rows)):
         got = SamplingMask.of_rows(limit, (words[: 1 + row_words(int(words[0]), limit)].tobytes() for words in result.mask))
-        assert len(got) == R
-        for r in range(R):
-            part = [i for i in range(limit) if i not in banned[r]]
-            z = [logits[r, i].numpy() * F32(1 / temperature[r]) for i in part]
-            want = [part[i] for i in literal.kept_ids(z, int(top_k[r]), float(top_p[r]), float(min_p[r]))[0]]
-            assert got[r] == (None if len(want) == limit else want) and result.token[r] in want
+        assert list(got) == [None if len(want) == limit else want for want in wanted]
+        assert all(token in want for token, want in zip(result.token, wanted, strict=True))
 
 
 def test_a_row_that_draws_nothing_has_no_mask(ops: NativeOps) -> None:
