@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import BadRequest, NotSupported, PromptTooLong
+from ..errors import BadRequest, PromptTooLong
 from .params import SamplingParams
 from .runner_info import RunnerInfo
 from .types import RolloutRequest
@@ -52,14 +52,11 @@ def check_request(spec: RolloutRequest, info: RunnerInfo, last: Rules | None = N
 
     Raises:
         BadRequest: an id is out of range; names the field and the allowed range.
-        NotSupported: a mask is asked for where none is reported.
         PromptTooLong: the prompt and one token exceed the context or the KV pool; says how much room there is.
     """
     check_ids("prompt_token_ids", spec.prompt_token_ids, info.embed_size, "ids the model can be fed")
     check_ids("continue_from", spec.continue_from, info.embed_size, "ids the model can be fed")
     check_ids("forced_token_ids", spec.forced_token_ids, info.embed_size, "ids the model can be fed")
-    if "sampling_mask" in spec.include and info.device != "cpu":
-        raise NotSupported(f"include: sampling_mask is reported on the CPU only, and this engine runs on {info.device}", field="include")
     rules = last if last is not None and last.hold_for(spec.params) else Rules(spec.params, info)
     _check_length(spec, info)
     return rules
