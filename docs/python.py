@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from rollsync import Engine, RolloutClient, RolloutFleet, SamplingMask
+from rollsync import Engine, RolloutClient, RolloutFleet, SamplingMask, read_trace, replay
 from rollsync.kernels.logprobs import (
     hidden_token_logprobs,
     hidden_token_logprobs_and_entropy,
@@ -26,6 +26,9 @@ from rollsync.kernels.logprobs import (
 )
 from rollsync.rollout.engine import weight_digest
 from rollsync.rollout.engine.control import Control
+from rollsync.rollout.replay import Mismatch as TraceMismatch
+from rollsync.rollout.replay import ReplayReport
+from rollsync.rollout.trace import TraceRecord
 from rollsync.weight_sync import checkpoint_writer, sender, sources
 from rollsync.weight_sync.control import UpdateError
 from rollsync.weight_sync.replicas import Failure
@@ -48,6 +51,7 @@ SECTIONS: dict[str, list[Any]] = {
     "Transports with options": [SharedBuffers, Broadcast, Reshard, DiskTransport],
     "Clients": [RolloutClient, RolloutFleet],
     "In process": [Engine, Control],
+    "Traces": [read_trace, TraceRecord, replay, ReplayReport, TraceMismatch],
     "Logprobs, as the engine computes them": [
         SamplingMask, token_logprobs, token_logprobs_and_entropy, hidden_token_logprobs, hidden_token_logprobs_and_entropy
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -127,21 +128,27 @@ def sample(client: RolloutClient, vocab_size: int, sampling: Sampling, tokens: i
     return results, done
 
 
+def _say(words: str) -> None:
+    """What goes on, for who waits."""
+    print(words, file=sys.stderr, flush=True)
+
+
 def run_dtype(args: argparse.Namespace, plan: Plan, dtype: str | None, report: Report) -> None:
     """Sample from a server of our own, or the one at `--url`, and compare."""
     from .parity_trainer import Trainer
 
-    trainer = Trainer(args.model, dtype)
     with ExitStack() as stack:
         url = args.url
         if url is None:
-            url = stack.enter_context(OwnServer(args.model, ("--dtype", trainer.dtype))).url
+            url = stack.enter_context(OwnServer(args.model, ("--dtype", dtype) if dtype else ())).url
         client = stack.enter_context(RolloutClient(url, api_key=args.api_key))
         version, before = client.version()["version"], client.status()
         info = before["info"]
-        check_server(args.url or "here", info, version, trainer.dtype)
+        check_server(url, info, version, dtype or info["dtype"])
+        trainer = Trainer(args.model, info["dtype"])
         weights_known = trainer.check_weights(client)
         each = -(-plan.tokens // len(plan.samplings))
+        _say(f"{info['dtype']}: sampling")
         found = [sample(client, info["vocab_size"], sampling, each, plan) for sampling in plan.samplings]
         count = sum(len(r.samples) for results, _ in found for r in results)
         after = settled_stats(client, before["stats"]["finished"] + count)
@@ -156,7 +163,8 @@ def run_dtype(args: argparse.Namespace, plan: Plan, dtype: str | None, report: R
     for sampling, (results, _) in zip(plan.samplings, found, strict=True):
         params = SamplingParams(**asdict(sampling))
         for padding in plan.paddings:
-            compared = trainer.compare(results, params, info, version, padding)
+            _say(f"{info['dtype']}, {sampling}: {padding}, computed by transformers under parity")
+            compared = trainer.compare(results, params, info, before["weights"]["version"], padding)
             report.rows.append(Row(dtype=info["dtype"], sampling=str(sampling), padding=padding, found=compared))
         stock = trainer.compare_stock(results, sampling.temperature)
         report.rows.append(Row(dtype=info["dtype"], sampling=str(sampling), padding=None, found=stock))

@@ -29,13 +29,13 @@ class Trainer:
 
     Args:
         model: a folder, a .gguf file or a hub id.
-        dtype: None takes the model's own, as an engine does.
+        dtype: bfloat16 or float32.
 
     Raises:
         ConfigError: there is no transformers, or no such model.
     """
 
-    def __init__(self, model: str, dtype: str | None) -> None:
+    def __init__(self, model: str, dtype: str) -> None:
         try:
             import transformers as found_transformers
         except ImportError:
@@ -44,9 +44,8 @@ class Trainer:
 
         transformers: Any = found_transformers
         found = find_model(EngineConfig(model=model))
-        self.dtype = dtype or ("float32" if found.model.dtype == "float32" else "bfloat16")
         transformers.utils.logging.disable_progress_bar()
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(found.path, dtype=getattr(torch, self.dtype)).eval()
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(found.path, dtype=getattr(torch, dtype)).eval()
         self.words = f"{type(self.model).__name__} of transformers {transformers.__version__}"
 
     def check_weights(self, client: RolloutClient) -> bool:
@@ -72,8 +71,13 @@ class Trainer:
             )
         return True
 
-    def compare(self, results: Sequence[PromptResult], params: Any, info: dict[str, Any], version: str, padding: str) -> dict[str, Any]:
+    def compare(self, results: Sequence[PromptResult], params: Any, info: dict[str, Any], weights: int, padding: str) -> dict[str, Any]:
         """Compute results under parity: `ParityReport.to_dict`, and "seconds".
+
+        Args:
+            params: they were sampled with.
+            info: what the server says of its engine.
+            weights: their version.
 
         Raises:
             ConfigError: the two sides differ in what bits depend on.
@@ -82,7 +86,7 @@ class Trainer:
         try:
             report = check(
                 self.model, results, params=params, padding=padding, batch_tokens=BATCH_TOKENS, vocab_limit=info["vocab_size"],
-                fingerprint=info["fingerprint"], dtype=info["dtype"], library_version=version,
+                fingerprint=info["fingerprint"], dtype=info["dtype"], weight_version=weights,
                 k_shards=numerics["k_shards"], head_dtype=numerics["head_dtype"],
             )  # fmt: skip
         except ParityError as error:
