@@ -32,7 +32,6 @@ def cases(dtypes: Sequence[str], checkpointing: Sequence[bool]) -> list[tuple[st
 def step(model: Any, inputs: dict[str, Any], under_parity: bool) -> dict[str, float]:
     """Seconds of each stage."""
     import torch
-
     from rollsync.trainer_adapters.parity import rollsync_parity
 
     model.zero_grad(set_to_none=True)
@@ -59,11 +58,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa").train()
         for _, again in cases([dtype], args.checkpointing):
             if again:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                _recompute(model, True)
             name = dtype + ("-checkpointed" if again else "")
             found[name] = _case(model, inputs, args.reps, name)
-            model.gradient_checkpointing_disable()
+            _recompute(model, False)
     return found
+
+
+def _recompute(model: Any, on: bool) -> None:
+    """Of its layers; by the name that transformers has for it since 5.2x, or the older one."""
+    verb = "enable" if on else "disable"
+    switch = getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
+    switch()
 
 
 def _case(model: Any, inputs: dict[str, Any], reps: int, name: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rollsync.rollout.engine.control import Control
 from rollsync.rollout.replay import Mismatch as TraceMismatch
 from rollsync.rollout.replay import ReplayReport
 from rollsync.rollout.trace import TraceRecord
+from rollsync.trainer_adapters import parity
 from rollsync.weight_sync import checkpoint_writer, sender, sources
 from rollsync.weight_sync.control import UpdateError
 from rollsync.weight_sync.replicas import Failure
@@ -46,6 +47,7 @@ What a trainer calls. Over HTTP the same is in [api.md](api.md); how weights tra
 `AsyncRolloutClient` has the calls of `RolloutClient` as coroutines.
 """
 SECTIONS: dict[str, list[Any]] = {
+    "A trainer's bits": [parity.rollsync_parity, parity.make_parity, parity.check, parity.ParityReport, parity.ParityError],
     "Sending weights": [sender.WeightSender, sender.SyncReport, Failure, UpdateError, sender.DistRanks, weight_digest.fast_fill],
     "What is sent": [sources.ModuleSource, sources.TensorSource, checkpoint_writer.write_folder],
     "Transports with options": [SharedBuffers, Broadcast, Reshard, DiskTransport],

@@ -129,7 +129,17 @@ def weight_sync_table(report: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-TABLES = {"throughput": throughput_table, "startup": startup_table, "weight_sync": weight_sync_table}
+def parity_table(report: dict[str, Any]) -> str:
+    rows = ["| training step under parity | seconds | stock, seconds | times stock | bound |", "| --- | --- | --- | --- | --- |"]
+    for name, case in report["cases"].items():
+        ours, stock = (case["sides"][side]["median_s"] for side in ("parity", "stock"))
+        ratio = case["times_stock"]
+        spread = f"{ratio['ratio_of_medians']:.2f} ({ratio['paired_min']:.2f} to {ratio['paired_max']:.2f})"
+        rows.append(f"| {name} | {ours:.2f} | {stock:.2f} | {spread} | {case['bound']['bound']:g} |")
+    return "\n".join(rows)
+
+
+TABLES = {"parity": parity_table, "throughput": throughput_table, "startup": startup_table, "weight_sync": weight_sync_table}
 
 
 def benchmark_tables() -> str:

@@ -252,14 +252,32 @@ def _words(settings: Settings) -> str:
 def rollsync_parity(
     model: Any, *, k_shards: int = 4, head_dtype: str | torch.dtype | None = None, kernels: str | None = None
 ) -> Iterator[Parity]:
-    """While it lasts, `model` computes the engine's bits."""
+    """While it lasts, a stock transformers model computes the engine's bits: logits, and with `kernels.logprobs` logprobs, are those of
+    an engine with the same weights and settings. Gradients are ordinary, and nothing of torch or transformers is replaced for others.
+
+    Right- and left-padded batches and packed rows have the same bits: a sequence's places count from its own first token. Compute is
+    float32 or bfloat16: that of the weights, of FSDP2's `param_dtype`, or of autocast, which then is that of the residual stream, norms and
+    embedding too, as the engine's. Layers that are recomputed (gradient checkpointing) are recomputed under parity, wherever the backward
+    pass runs.
+
+    Args:
+        model: an AutoModelForCausalLM (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 text), before or after DistributedDataParallel,
+            `fully_shard` or `accelerator.prepare`. Contexts on one model may lie inside each other.
+        k_shards, head_dtype: the engine's `numerics.k_shards` and `numerics.head_dtype`.
+        kernels: amx, avx512, avx2 or reference; by default the best here. No bit depends on it.
+
+    Raises:
+        ParityError: at once, for a module or setting that the engine's bits are not known for; when the model is called, for a batch
+            or mode (a mask with holes, a cache, dropout, compiled code, ...). It names what stands in the way.
+        OSError: the kernels asked for do not run here.
+    """
     parity = _parity(model, k_shards, head_dtype, kernels)
     with parity.active():
         yield parity
 
 
 def make_parity(model: Any, *, k_shards: int = 4, head_dtype: str | torch.dtype | None = None, kernels: str | None = None) -> Parity:
-    """`rollsync_parity` for good; `.remove()` of what is returned undoes it."""
+    """`rollsync_parity` for good; `.remove()` of what is returned undoes it. A copy of the model is under parity as well."""
     parity = _parity(model, k_shards, head_dtype, kernels)
     parity.install()
     return parity

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rollsync import Engine
-from rollsync.benchmarks import common, shards, startup, throughput, weight_sync
+from rollsync.benchmarks import common, parity, shards, startup, throughput, weight_sync
 from rollsync.benchmarks.peers.processes import Reaper, Worker, WorkerFailed, vllm_environment
 from rollsync.rollout.selftest.model import write_model
 
@@ -203,3 +203,13 @@ def test_weight_sync_runs_quickly_on_a_tiny_model(tmp_path: Path) -> None:
     assert found["transports"].keys() == {"ipc", "disk"} and found["in_flight"].keys() == {"keep", "recompute"}
     assert all(t["sync"]["median_s"] > 0 < t["yardstick"]["median_s"] for t in found["transports"].values())
     assert found["pauses"]["step_s"] > 0 and len(list(weight_sync.bounds(found))) == 10
+
+
+def test_parity_steps_are_compared_in_turn(tmp_path: Path) -> None:
+    model, out = write_model(tmp_path / "model", "llama"), tmp_path / "out.json"
+    assert parity.main(["--model", model, "--out", str(out), "--quick", "--threads", "1", "--checkpointing", "on"]) == 0
+    found = json.loads(out.read_text())["cases"]
+    assert list(found) == ["float32-checkpointed", "bfloat16-checkpointed"]
+    for case in found.values():
+        assert len(case["sides"]["parity"]["samples_s"]) == len(case["sides"]["stock"]["samples_s"]) == 1
+        assert case["times_stock"]["ratio_of_medians"] > 0 < case["times_stock"]["stages"]["backward"]
