@@ -196,6 +196,17 @@ def test_masks_over_both_formats_whole_and_streamed(real: Any, in_process: Engin
     assert plain.sampling_mask is None and forms == {"list", "bits", "not", "NoneType"}
 
 
+def test_sglangs_route_gives_masks_as_lists(real: Any, in_process: Engine) -> None:
+    params = {"top_p": 0.8, "temperature": 1.5}
+    output = in_process.generate([[5, 6, 7]], {**params, "seed": 3, "max_tokens": 6}, include=("sampling_mask",))[0].samples[0]
+    body = {"input_ids": [5, 6, 7], "return_sampling_mask": True, "sampling_params": {**params, "sampling_seed": 3, "max_new_tokens": 6}}
+    lines = httpx.post(f"{real.url}/generate", json={**body, "stream": True}).text.split("\n\n")
+    for reply in (httpx.post(f"{real.url}/generate", json=body).json(), json.loads(lines[-3].removeprefix("data: "))):
+        meta = reply["meta_info"]
+        assert reply["output_ids"] == output.token_ids and meta["output_token_sampling_mask"] == list(output.sampling_mask or ())
+        assert meta["output_token_sampling_logprobs"] == output.logprobs and meta["output_token_sampling_mask_length"] == 6
+
+
 def test_where_masks_are_not_known_they_are_refused(real: Any) -> None:
     for path, body, field in (
         ("/v1/rollouts", {"prompts": [{"token_ids": [5]}], "include": ["sampling_masks"]}, "include[0]"),

@@ -138,6 +138,8 @@ GENERATE_FIELDS = (
         "alternatives per output token",
         0,
     ),
+    Field("return_sampling_mask", boolean, "add the ids each token could be drawn from; needs top_k, top_p or min_p", False),
+    Field("sampling_logprobs_mode", only("selected", why="logprobs of a mask are those of the tokens drawn"), "only selected"),
     Field("return_text_in_logprobs", boolean, "add each token's text", False),
     Field("return_prompt_token_ids", boolean, "add the prompt's ids to the reply", False),
     Field("stream", boolean, "server-sent events, each with all that there is so far", False),
@@ -165,7 +167,6 @@ GENERATE_FIELDS = (
             "return_hidden_states",
             "return_routed_experts",
             "return_indexer_topk",
-            "return_sampling_mask",
             "return_entropy",
             "return_flat_raw_top_logprobs",
             "return_flat_raw_top_logprobs_b64",
@@ -188,6 +189,8 @@ class Asked:
     start: int
     """first prompt token whose logprob is wanted; -1: none"""
     top: int
+    mask: bool
+    """whether the ids each token could be drawn from are wanted"""
 
     @property
     def params(self) -> SamplingParams:
@@ -278,7 +281,8 @@ def parse_generate(body: Any) -> GenerateRequest:
         if path.endswith("]") or top not in shared:
             shared[top] = sampling_params(value["sampling_params"](i), path, top)
         call = _call(got, kind, prompt, rid(i), shared[top], path, logprobs, start, listed)
-        asked.append(Asked(call=call, where=f"{kind}[{i}]" if listed else kind, logprobs=logprobs, start=start, top=top))
+        where, mask = f"{kind}[{i}]" if listed else kind, got.get("return_sampling_mask", False)
+        asked.append(Asked(call=call, where=where, logprobs=logprobs, start=start, top=top, mask=mask))
     samples = [a.params.n for a in asked]
     if len(set(samples)) > 1:
         raise BadRequest(f"sampling_params must ask for the same n for every prompt, got {sorted(set(samples))}", field="sampling_params")
@@ -315,6 +319,11 @@ def _call(
         add_special_tokens=True,
     )
     shown = ("model_logprobs" if params.temperature == 0 else "temperature_logprobs",) if logprobs else ()
+    if got.get("return_sampling_mask"):
+        if not (params.top_k or params.top_p < 1 or params.min_p):
+            why = "return_sampling_mask needs top_k, top_p or min_p: without them every id can be drawn"
+            raise BadRequest(why, field="return_sampling_mask")
+        shown = (*shown, "sampling_mask")
     return RolloutCall(
         prompts=[spec],
         naming=Naming(params=f"{path}."),

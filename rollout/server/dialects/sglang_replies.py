@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ....kernels.sampling_mask import SamplingMask
 from ...errors import RollsyncError
 from ...wire import unpack_array
 from ..mailbox import join_spans
@@ -39,6 +40,9 @@ class Sample:
         self._rows: list[Row] = []
         self._tops: list[list[Row]] = []
         self._spans: list[dict[str, Any]] = []
+        self._masks: list[list[int]] = []
+        self._drawn: list[float | None] = []
+        """logprobs of the tokens, renormalised over their masks"""
 
     def take(self, sample: dict[str, Any]) -> None:
         """Add the tokens of a delta, or those of the whole sample that no delta brought. Raises the sample's error."""
@@ -52,6 +56,10 @@ class Sample:
             self._shown += self._text.finish(ids, sample["stop_reason"]) if whole else self._text.push(ids)
         if self.asked.logprobs:
             self._take_logprobs(sample, ids, skip)
+        if self.asked.mask:
+            mask = SamplingMask.from_wire(sample["sampling_mask"])[skip:]
+            self._masks += [list(range(mask.vocab_size)) if row is None else row for row in mask]
+            self._drawn += map(_finite, unpack_array(sample["logprobs"])[skip:])
         if whole:
             self._spans = sample["weight_versions"]
         else:
@@ -97,6 +105,10 @@ class Sample:
             meta["output_token_logprobs_length"] = len(self._rows)
             if self.asked.top:
                 meta["output_top_logprobs"] = self._tops
+        if self.asked.mask:
+            meta["output_token_sampling_mask"] = self._masks
+            meta["output_token_sampling_mask_length"] = len(self._masks)
+            meta["output_token_sampling_logprobs"] = self._drawn
         shown: dict[str, Any] = {} if self._text is None else {"text": self._shown}
         shown |= {"output_ids": self._ids, "meta_info": meta}
         return {**shown, "prompt_token_ids": list(self._prompt_ids)} if prompt_ids else shown

@@ -48,6 +48,9 @@ _META = reply_schema(
     Item("output_token_logprobs", _ROWS, "[logprob, id, text or null]: log_softmax(logits / temperature)", always=False),
     Item("output_token_logprobs_length", COUNT, always=False),
     Item("output_top_logprobs", array(_ROWS), "the likeliest, of the distribution drawn from", always=False),
+    Item("output_token_sampling_mask", array(array(INTEGER)), "per token the ids it could be drawn from, ascending", always=False),
+    Item("output_token_sampling_mask_length", COUNT, always=False),
+    Item("output_token_sampling_logprobs", array(nullable(NUMBER)), "of each token, renormalised over those ids", always=False),
 )
 _SAMPLE = (
     Item("text", STRING, "left out if the model has no tokenizer", always=False),
