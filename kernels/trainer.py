@@ -137,8 +137,8 @@ def softcap(ops: TrainerOps, x: Tensor, cap: float) -> Tensor:
     return out
 
 
-def _window_mask(length: int, window: int) -> Tensor:
-    seen = torch.ones(length, length, dtype=torch.bool).tril_()
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
     return seen.triu_(1 - window) if window else seen
 
 
@@ -147,10 +147,10 @@ def _plain_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scale: floa
     groups, length = q_BNTH.shape[1] // k_BKTH.shape[1], q_BNTH.shape[2]
     k, v = k_BKTH.repeat_interleave(groups, dim=1), v_BKTH.repeat_interleave(groups, dim=1)
     if not cap:
-        mask = _window_mask(length, window) if 0 < window < length else None
+        mask = _window_mask(length, window, k.device) if 0 < window < length else None
         return F.scaled_dot_product_attention(q_BNTH, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     scores = torch.tanh(q_BNTH.float() @ k.float().mT * (scale / cap)) * cap
-    scores = scores.masked_fill(~_window_mask(length, window), float("-inf"))
+    scores = scores.masked_fill(~_window_mask(length, window, k.device), float("-inf"))
     return (scores.softmax(-1) @ v.float()).to(q_BNTH.dtype)
 
 
@@ -171,7 +171,7 @@ class _Attention(torch.autograd.Function):
         grad = grad.transpose(1, 2)
         if segments.right_padded:
             if not segments.full:  # what padding gave is a constant
-                grad = grad.masked_fill(~torch.from_numpy(segments.real)[:, None, :, None], 0)
+                grad = grad.masked_fill(~torch.from_numpy(segments.real).to(grad.device)[:, None, :, None], 0)
             return None, *(t.transpose(1, 2) for t in _attention_grads(inputs, grad, ctx.options)), None, None, None, None
         grads = [torch.zeros_like(t) for t in inputs]
         for row, begin, end in segments.spans:

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-TILES = {torch.bfloat16: Tile(64, 64, 64, 4, 4), torch.float32: Tile(32, 32, 32, 4, 3)}
+TILES = {torch.bfloat16: Tile(64, 64, 64, 4, 5), torch.float32: Tile(32, 32, 32, 4, 3)}
 """the one configuration of each dtype; a change of `k` or of the instruction it leads to changes bits"""
 
 

@@ -13,6 +13,7 @@ from rollsync.kernels.gpu import attention as paged
 from rollsync.kernels.gpu.ops import GpuKvLayout, attention, attention_items, attention_work
 from rollsync.kernels.gpu.trainer import GpuTrainerOps
 from rollsync.kernels.segments import Segments
+from rollsync.kernels.trainer_ops import ReferenceTrainerOps
 from torch import Tensor
 
 PAGE = 16
@@ -96,6 +97,14 @@ def test_a_trainer_gets_the_engines_bits(data: ModuleType, device: str, dtype: t
     out = trainer.attention(GpuTrainerOps(), *leaves, segments, 0.2)
     assert torch.equal(out[0, :length], engine) and torch.equal(out[1, 5:], engine)
     assert not out[0, length:].any() and not out[1, :5].any()
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    out.backward(slope.to(device))
+    copies = [x.detach().cpu().requires_grad_() for x in batch]
+    trainer.attention(ReferenceTrainerOps(), *copies, segments, 0.2).backward(slope)
+    for leaf, copy in zip(leaves, copies, strict=True):
+        assert leaf.grad is not None and copy.grad is not None
+        bound = copy.grad.double().abs().max() * (2.0**-5 if dtype == torch.bfloat16 else 1e-5)
+        assert (leaf.grad.cpu().double() - copy.grad.double()).abs().max() < bound
 
 
 def test_mistakes_are_named(data: ModuleType, device: str) -> None:
