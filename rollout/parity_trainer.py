@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,20 @@ from ..weight_sync.digest import tensor_digest
 from .client import RolloutClient
 from .engine.config import EngineConfig
 from .errors import ConfigError, Forbidden, Unauthorized
-from .results import PromptResult
+from .results import PromptResult, Sample
 
 BATCH_TOKENS = 2048
 """of one forward pass, padding counted"""
+SORTED = 96
+"""samples that are sorted by length"""
 STOCK_TOKENS = 2048
 """that are computed without parity, to show what it is for"""
+
+
+def by_length(samples: list[tuple[PromptResult, Sample]]) -> list[tuple[PromptResult, Sample]]:
+    """The same in runs of like length, as trainers batch them: less padding, but some in every batch."""
+    runs = (samples[at : at + SORTED] for at in range(0, len(samples), SORTED))
+    return [one for run in runs for one in sorted(run, key=lambda pair: len(pair[0].prompt_token_ids) + len(pair[1].token_ids))]
 
 
 class Trainer:
@@ -83,15 +92,21 @@ class Trainer:
             ConfigError: the two sides differ in what bits depend on.
         """
         numerics, begun = info["config"]["numerics"], time.monotonic()
+        singles = by_length([(r, s) for r in results for s in r.samples])
+        alone = [replace(r, samples=[s]) for r, s in singles]
         try:
             report = check(
-                self.model, results, params=params, padding=padding, batch_tokens=BATCH_TOKENS, vocab_limit=info["vocab_size"],
+                self.model, alone, params=params, padding=padding, batch_tokens=BATCH_TOKENS, vocab_limit=info["vocab_size"],
                 fingerprint=info["fingerprint"], dtype=info["dtype"], weight_version=weights,
                 k_shards=numerics["k_shards"], head_dtype=numerics["head_dtype"],
             )  # fmt: skip
         except ParityError as error:
             raise ConfigError(str(error)) from None
         found = report.to_dict()
+        if (first := found["first_mismatch"]) is not None:
+            result, s = singles[int(first["where"].split()[1].rstrip(","))]
+            where = f"prompt {result.prompt_index}, sample {s.index} under seed {s.seed}"
+            found["first_mismatch"] = {**first, "where": where, "text": first["text"].replace(first["where"], where)}
         return {**found, "seconds": time.monotonic() - begun}
 
     @torch.no_grad()
