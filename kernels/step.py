@@ -98,6 +98,8 @@ class StepArrays:
             self.columns[name] = np.zeros((limits.rows, TOP_MAX), dtype)
         self.columns["out_mask"] = np.zeros((limits.rows, 0), np.int32)  # as sampling_mask.py has a row
         self.columns["allowed_row"][:] = -1
+        self.tables_changed = True
+        """whether a block table was written since a program last looked"""
         self.moved: list[str] = []
         """columns that got new memory since a program last looked"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ KINDS = {
     "padded_tied": ("llama", {"vocab_size": 320, "tie_word_embeddings": True}),
 }
 NAN_TOKEN = 255
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Engines take a GPU where there is one; only the tests that are about one shall see it. Before torch looks, and for children."""
+    if config.getoption("markexpr", "") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _write_tokenizer(folder: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..step import Array, StepArrays, StepLimits
+from ..step import StepArrays, StepLimits
 from .queue import Queue
 
 _ALIGN = 256
@@ -43,8 +43,6 @@ class DeviceArrays(StepArrays):
         self._host_in, self._device_in, places = self._move(inputs)
         self._host_out, self._device_out, _ = self._move([name for name in self.columns if name.startswith("out_") and name not in LISTS])
         self._before_tables = places["tables"]
-        self._sent_tables: Array = np.full_like(self["tables"], -1)
-        self._lists: dict[str, Tensor] = {}
 
     def _move(self, names: list[str]) -> tuple[Tensor, Tensor, dict[str, int]]:
         """Put columns into one buffer here and one on the device."""
@@ -71,12 +69,8 @@ class DeviceArrays(StepArrays):
 
     def send(self) -> None:
         """To the device, within the queue's scope: one copy, unless rows have lists."""
-        tables = self["tables"]
-        end = len(self._host_in)
-        if np.array_equal(tables, self._sent_tables):
-            end = self._before_tables
-        else:
-            self._sent_tables[...] = tables
+        end = len(self._host_in) if self.tables_changed else self._before_tables
+        self.tables_changed = False
         self._device_in[:end].copy_(self._host_in[:end], non_blocking=True)
 
     def list_on_device(self, name: str) -> Tensor:

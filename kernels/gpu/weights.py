@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..native_lib import available_builds, load_build
+from ..native_lib import NativeLibrary, available_builds, load_build
 from ..weights import WeightSpec, _check_slice
 from .queue import Queue
 
@@ -26,8 +27,7 @@ class GpuWeights:
     def __init__(self, specs: Mapping[str, WeightSpec], dtype: torch.dtype, queue: Queue, on_release: Callable[[], None]) -> None:
         self.specs, self.dtype = specs, dtype
         self._queue, self._on_release = queue, on_release
-        builds = available_builds()
-        self.library = load_build(builds[0]) if builds else None
+        self.library = _cpu_kernels()
         """digests what comes in from the host"""
         self._places: dict[str, tuple[int, int]] = {}
         end = 0
@@ -113,6 +113,13 @@ class GpuWeights:
 
     def close(self) -> None:
         self.release()
+
+
+def _cpu_kernels() -> NativeLibrary | None:
+    for build in available_builds():
+        with contextlib.suppress(OSError):
+            return load_build(build)
+    return None
 
 
 def _settle(device: torch.device) -> None:

@@ -73,6 +73,7 @@ class Slots:
                 self.fail(init.slot, error)
         for slot, first, blocks in plan.block_updates:
             self.tables[slot, first : first + len(blocks)] = blocks
+            self._arrays.tables_changed = True
 
     def _init(self, init: SlotInit) -> None:
         s = init.slot

@@ -21,6 +21,7 @@ from ...kernels.rank_program import Group
 from ...kernels.spec import SPEC_VERSION
 from ...kernels.step import StepArrays, StepLimits
 from ...kernels.weights import Weights, WeightSpec
+from ..errors import ConfigError
 from . import host_memory
 
 POOL_FRACTION = 0.9
@@ -92,7 +93,10 @@ class GpuDevice:
         return self._weights
 
     def kv(self, layout: KvLayout) -> GpuKv:
-        self._kv = GpuKv(layout, self._queue, self._drop_graphs)
+        try:
+            self._kv = GpuKv(layout, self._queue, self._drop_graphs)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         return self._kv
 
     def _drop_graphs(self) -> None:

@@ -217,7 +217,7 @@ class ModelRunner:
             vocab_size=model.vocab_size,
             threads=config.numerics.threads,
             heads=model.num_heads // size,
-            ropes=all_rope_tables(model, config.max_model_len, dtype),
+            ropes=all_rope_tables(model, config.max_model_len, dtype, self._device.name),
             vocab_limit=self._vocab_limit,
             k_shards=config.numerics.k_shards,
         )

@@ -74,23 +74,28 @@ def _stretch_llama3(freq: torch.Tensor, cfg: DecoderConfig) -> torch.Tensor:
     return torch.where(between, smoothed, scaled)
 
 
-def all_rope_tables(cfg: DecoderConfig, num_positions: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def all_rope_tables(
+    cfg: DecoderConfig, num_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`rope_tables` of the model, and behind them those of its layers with a window if they have a theta of their own."""
-    tables = [rope_tables(cfg, num_positions, dtype)]
+    tables = [rope_tables(cfg, num_positions, dtype, device)]
     if cfg.local_rope_theta:
         local = dataclasses.replace(cfg, rope_theta=cfg.local_rope_theta, rope_scaling=RopeScaling())
-        tables.append(rope_tables(local, num_positions, dtype))
+        tables.append(rope_tables(local, num_positions, dtype, device))
     return tables
 
 
-def rope_tables(cfg: DecoderConfig, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    cfg: DecoderConfig, num_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position * frequency for positions 0 .. P-1.
 
     Returns:
-        Two contiguous [P, H/2] tensors on the CPU, computed in float32 (times the attention factor) and rounded once to `dtype`.
-        Column j serves elements j and j + H/2 of a head (rotate-half).
+        Two contiguous [P, H/2] tensors, computed in float32 (times the attention factor) and rounded once to `dtype`. Column j serves
+        elements j and j + H/2 of a head (rotate-half). Cosines are those of `device`, where a trainer's model takes its own:
+        devices differ in their last bits.
     """
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * inv_freq(cfg)[None, :]
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = positions[:, None] * inv_freq(cfg).to(device)[None, :]
     scale = cfg.rope_scaling.attention_factor
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)

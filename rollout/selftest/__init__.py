@@ -250,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path.endswith(".gguf"):
             path = str(cached_checkpoint(Path(path)))
         threads = args.threads or (1 if tiny else None)
-        config = EngineConfig(model=path, numerics=NumericsConfig(k_shards=args.k_shards, threads=threads, kernels=args.kernels))
+        numerics = NumericsConfig(k_shards=args.k_shards, threads=threads, kernels=args.kernels)
+        config = EngineConfig(model=path, device="cpu", numerics=numerics)  # a GPU has benchmarks/gpu_check.py
         name = "tiny llama whose sums cancel" if tiny else args.model
         info, wrong = _check(config, name, args, dtypes, folder if args.full else None)
         _print_timings(info, None if tiny else path, dtypes, args.threads or len(os.sched_getaffinity(0)))

@@ -16,7 +16,7 @@ from rollsync.rollout.engine import outputs, process
 from rollsync.rollout.engine.loop import EngineLoop
 from rollsync.rollout.errors import RollsyncError
 from rollsync.rollout.server.ticket import _aborted_output as aborted_output
-from rollsync.rollout.wire import COLUMNS, TABLES, slice_array, unpack_array
+from rollsync.rollout.wire import COLUMNS, TABLES, slice_column, unpack_array
 
 LONG: dict[str, Any] = {"ignore_eos": True, "seed": 1}
 
@@ -142,7 +142,7 @@ def test_the_process_passes_over_messages_and_columns_it_cannot_read_or_pack(mon
         assert rejected.keys() == {"strange", "hot"} and "colour" in rejected["strange"]["message"]
         assert rejected["hot"]["field"] == "temperature"
         assert [found["bad", i]["error"] for i in range(2)] == ["OverflowError: does not fit"] * 2
-        assert slice_array(found["bad", 0]["logprobs"], 3) == {"dtype": "<f4", "shape": [0], "data": b""}  # a stream had sent some
+        assert slice_column(found["bad", 0]["logprobs"], 3) == {"dtype": "<f4", "shape": [0], "data": b""}  # a stream had sent some
         for r in GOOD:
             for i in range(r.params.n):
                 assert unpack_array(found[r.request_id, i]["token_ids"]) == oracle(r, 1, engine.info, i).token_ids

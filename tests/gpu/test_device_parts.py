@@ -43,6 +43,7 @@ def test_one_copy_brings_every_column_bit_for_bit_and_tables_only_when_they_chan
     arrays.send()
     assert (arrays.on_device["tables"] == 7).all(), "sent again though nothing changed"
     arrays["tables"][1, 2] += 1
+    arrays.tables_changed = True
     arrays.send()
     assert arrays.on_device["tables"].numpy().tobytes() == arrays["tables"].tobytes()
 
@@ -88,6 +89,11 @@ def test_the_device_check_runs_on_the_interpreter_and_one_broken_section_costs_n
     code = break_one + "sys.exit(gpu_check.main(['--dry-run', '--sections', 'tiles,shards']))"
     done = run([sys.executable, "-c", code])
     assert done.returncode == 2 and "FAILED: ZeroDivisionError" in done.stdout and "k_shards = 4" in done.stdout
+
+
+def test_an_engine_on_the_cpu_brings_in_no_triton() -> None:
+    code = "import sys, rollsync.rollout.engine.model_runner, rollsync.rollout.engine.devices; print('triton' in sys.modules)"
+    assert run([sys.executable, "-c", code]).stdout.strip() == "False"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -112,6 +112,23 @@ def test_the_pool_takes_a_part_of_what_is_free_once_the_weights_are_there(folder
         assert abs(kv - (free + kv) / 4) < 0.05 * kv
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_stock_model_under_parity_has_the_engines_bits(dtype: str, folders: list[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from rollsync.kernels.gpu import ops
+    from rollsync.trainer_adapters.parity import rollsync_parity
+
+    with engine(folders[0], dtype) as opened:
+        sampled = [o for _, o in sorted(finals(opened, REQUESTS).items())]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders[0], dtype=getattr(torch, dtype)).cuda().eval()
+    for request, output in zip(sorted(REQUESTS, key=lambda r: r.request_id), sampled, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *output.token_ids]], device="cuda")
+        with torch.no_grad(), rollsync_parity(model):
+            logits = model(ids).logits[0, -len(output.token_ids) - 1 : -1]
+        found = ops.token_logprobs(logits.contiguous(), ids[0, -len(output.token_ids) :])
+        assert found.tolist() == output.model_logprobs
+
+
 def test_a_trainers_own_forms_of_the_ops_give_the_engines_bits(folders: list[str]) -> None:
     """Hidden states of the same tokens through the public ops, in another packing than the engine's."""
     from rollsync.kernels.gpu import ops
