@@ -16,6 +16,8 @@ from .sampling_mask import SamplingMask
 
 PIECE_BYTES = 16 << 20
 """of float32 logits that are worked on at a time"""
+HEAD_PIECES = 4
+"""as many at a time where they are products of the head, which is read anew each time"""
 
 
 def token_logprobs(
@@ -200,9 +202,9 @@ def _parts(logits: Tensor) -> list[Tensor]:
     return [part for one in logits.unbind(0) for part in _parts(one)]
 
 
-def _pieces(parts: Sequence[Tensor], vocab: int) -> Iterator[tuple[int, Tensor]]:
-    """(first row, piece): rows whose logits are no more than `PIECE_BYTES` in float32."""
-    first, step = 0, max(1, PIECE_BYTES // (4 * vocab))
+def _pieces(parts: Sequence[Tensor], vocab: int, size: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """(first row, piece): rows whose logits are no more than `size` times `PIECE_BYTES` in float32."""
+    first, step = 0, max(1, size * PIECE_BYTES // (4 * vocab))
     for part in parts:
         for begin in range(0, len(part), step):
             yield first + begin, part[begin : begin + step]
@@ -225,6 +227,8 @@ def _gradient(
     g = torch.where(drawn, grads[0][at], 0.0) * inverse
     x, chosen = piece_TV.float(), ids_T[at, None]
     log_sum = torch.where(drawn, x.gather(1, chosen)[:, 0] * inverse - logprob, torch.inf)
+    if out_TV is None and x is not piece_TV and grads[1] is None:
+        out_TV = x
     p = torch.addcmul(-log_sum[:, None], x, inverse[:, None], out=out_TV).exp_().mul_(-g[:, None])
     p.scatter_add_(1, chosen, g[:, None])
     kept = rows.kept(len(piece_TV), first)
@@ -267,7 +271,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, rows: Rows, backend: Backend, head: tuple[float, bool], entropy: bool
     ) -> tuple[Tensor, Tensor]:
         values, make_logits, keep = torch.empty(2, len(ids_T)), backend.head(weight_VD, *head), any(ctx.needs_input_grad)
-        for first, piece in _pieces([hidden_TD], len(weight_VD)):
+        for first, piece in _pieces([hidden_TD], len(weight_VD), HEAD_PIECES):
             values[:, first : first + len(piece)] = rows.score(backend, make_logits(piece), ids_T, first, entropy, keep)
         ctx.save_for_backward(hidden_TD, weight_VD, ids_T, values)
         ctx.rows, ctx.backend, ctx.head, ctx.entropy = rows, backend, head, entropy
@@ -279,15 +283,19 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden_TD, weight_VD, ids_T, values = ctx.saved_tensors
         (cap, _), grads = ctx.head, (grad_T, grad_entropy_T if ctx.entropy else None)
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        weight_grad = torch.zeros(weight_VD.shape) if ctx.needs_input_grad[1] else None
+        weight_grad: Tensor | None = None
         make_logits = ctx.backend.head(weight_VD, *ctx.head)
-        for first, piece in _pieces([hidden_TD], len(weight_VD)):
+        for first, piece in _pieces([hidden_TD], len(weight_VD), HEAD_PIECES):
             logits = make_logits(piece)
             slope = _gradient(logits, ids_T, ctx.rows, first, values, grads)
             if cap:
                 slope.mul_(1 - (logits.float() / cap).square())
+            slope = slope.to(weight_VD.dtype)
             if hidden_grad is not None:
-                hidden_grad[first : first + len(piece)] = slope.to(weight_VD.dtype) @ weight_VD
-            if weight_grad is not None:
-                weight_grad.addmm_(slope.T, piece.float())
+                hidden_grad[first : first + len(piece)] = slope @ weight_VD
+            if ctx.needs_input_grad[1]:
+                product = slope.T @ piece
+                weight_grad = product if weight_grad is None else weight_grad.float().add_(product)
+        if ctx.needs_input_grad[1] and weight_grad is None:  # no row
+            weight_grad = torch.zeros_like(weight_VD)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight_VD.dtype), None, None, None, None, None

@@ -130,7 +130,7 @@ def test_hidden_states_in_pieces(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     logits = (ref.linear_f32 if head_dtype else ref.linear)(flat, weight.detach())
     logits = ref.softcap(logits, cap) if cap else logits
     want = ref.sample(logits, sampler_rows(ids.flatten(), options))
-    monkeypatch.setattr(logprobs, "PIECE_BYTES", 7 * 4 * V)
+    monkeypatch.setattr(logprobs, "PIECE_BYTES", 5 * V)
     for build in BUILDS:
         got = hidden_token_logprobs_and_entropy(hidden, weight, ids, softcap=cap, head_dtype=head_dtype, build=build, **options)
         assert np.array_equal(got[0].detach().flatten().numpy(), want.logprob)
@@ -146,6 +146,14 @@ def test_hidden_states_in_pieces(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     for slope, want_slope in zip(slopes, torch.autograd.grad(loss, exact), strict=True):
         assert slope.dtype == dtype
         assert (slope.double() - want_slope).norm() < (1e-5 if dtype == torch.float32 else 0.02) * want_slope.norm()
+
+
+def test_no_rows() -> None:
+    hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.zeros(5, 8, requires_grad=True)
+    found = hidden_token_logprobs_and_entropy(hidden, weight, torch.zeros(0, dtype=torch.long))[0]
+    found.sum().backward()
+    assert found.shape == (0,) and hidden.grad is not None and weight.grad is not None and not weight.grad.any()
+    assert token_logprobs(torch.zeros(2, 0, 5), torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0)
 
 
 def test_mistakes_are_named() -> None:

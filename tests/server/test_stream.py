@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
-from rollsync import AsyncRolloutClient, RolloutClient
+from rollsync import AsyncRolloutClient, RolloutClient, SamplingMask, SamplingParams
 from rollsync.rollout.errors import UnknownRequest
 from rollsync.rollout.server.mailbox import Mailbox, join_spans, output_from
+from rollsync.rollout.server.rollouts import mask_words
 from rollsync.rollout.wire import MSGPACK, pack_array, unpack_array
 
 COLUMNS = ("token_ids", "logprobs", "model_logprobs")
@@ -169,3 +170,35 @@ def test_a_reader_that_stands_still_stalls_nobody(until: Any, server: Any, clien
     assert server.running() == 0
     assert len(check_sums(frames(still.getresponse().read()))) == 64
     still.close()
+
+
+def test_masks_wait_joined_and_are_cut_at_tokens() -> None:
+    rows = [[1], None, [*range(50, 250)], [*range(1, 300)], [7, 8], None]
+    whole = SamplingMask.of(300, rows)
+
+    def part(first: int, end: int) -> dict[str, Any]:
+        ids = pack_array("<i4", list(range(first, end)))
+        spans = [{"version": 0, "start": 0, "end": end - first}]
+        return {"sample_index": 0, "token_ids": ids, "sampling_mask": whole[first:end].to_wire(), "weight_versions": spans}
+
+    box = Mailbox(keep=True)
+    box.rewind(deltas=True)
+    for first, end in ((0, 1), (1, 4)):
+        box.put(0, part(first, end))
+    _, delta, _ = asyncio.run(box.get())
+    assert SamplingMask.from_wire(delta["sampling_mask"]) == whole[:4]
+    box.put(0, part(4, 6))
+    _, delta, sent = asyncio.run(box.get())
+    assert sent == 4 and SamplingMask.from_wire(delta["sampling_mask"]) == whole[4:]
+    final = {**part(0, 6), "finish_reason": "length"}
+    for start in range(8):
+        assert SamplingMask.from_wire(output_from(final, start)["sampling_mask"]) == whole[start:]
+
+
+def test_the_room_of_a_mask_is_what_bounds_it() -> None:
+    vocab = 49152
+    for params, words in (
+        ({}, 1), ({"logit_bias": {3: 1.0}}, 1), ({"top_k": 50}, 51), ({"temperature": 0.0}, 2), ({"allowed_token_ids": (1, 2, 3)}, 4),
+        ({"top_p": 0.9}, 1537), ({"top_k": 40000}, 1537), ({"min_tokens": 3, "max_tokens": 9}, 1537), ({"top_k": 9, "top_p": 0.9}, 10),
+    ):  # fmt: skip
+        assert mask_words(SamplingParams(**params), vocab) == words, params  # type: ignore[arg-type]
