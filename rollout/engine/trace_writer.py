@@ -6,6 +6,7 @@ import atexit
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ SAMPLE_BYTES = 1024
 """what a sample counts besides its values"""
 CLOSE_S = 1.5
 """how long closing waits for what is not written yet"""
+SWITCH_S = 0.01
+"""what tells of new weights is a commit: it ends first"""
 VERSIONS_KNOWN = 1024
 """whose digest is remembered"""
 
@@ -115,6 +118,7 @@ class TraceWriter:
             if isinstance(item, tuple):
                 self._write(*item)
             else:
+                time.sleep(SWITCH_S)
                 self._take_digest()
         self._file.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -121,6 +122,31 @@ def test_what_was_sampled_gets_its_own_bits_when_it_is_scored_under_the_same_par
             plain = engine.generate(joined, {"max_tokens": 0}, include=("prompt_logprobs",))
             for p, out, now in zip(prompts, plain, scored, strict=True):
                 assert (out.samples[0].prompt_logprobs or [])[len(p) :] == now.model_logprobs
+
+
+def test_a_path_that_nobody_sampled_has_its_true_values_however_it_is_cut(cancelling: dict[str, str]) -> None:
+    path, include = prompt(77, 45), ("model_logprobs", "temperature_logprobs", "entropy", "sampling_mask")
+    base = changed(make_requests(1, max_tokens=45)[0], forced_token_ids=path, include=include, top_logprobs=3, min_tokens=0)
+    requests = [
+        changed(base, request_id="cut", temperature=4.0, top_k=100, top_p=0.99),
+        changed(base, request_id="greedy", temperature=0.0),
+        changed(base, request_id="plain", temperature=1.0),
+    ]
+    seen = []
+    for options in ({}, {"max_batch_tokens": 7, "block_tokens": 4}, {"num_blocks": 5, "prefix_cache": False}):
+        with Engine(cancelling["llama"], threads=1, **{"num_blocks": 64, **options}) as engine:
+            found = {key[0]: output for key, output in finals(engine, requests).items()}
+            joined = engine.generate([[*base.prompt_token_ids, *path]], {"max_tokens": 0}, include=("prompt_logprobs",))[0].samples[0]
+        seen.append({name: bits(output) for name, output in found.items()})
+        for output in found.values():
+            assert tuple(output.token_ids) == path and output.model_logprobs == (joined.prompt_logprobs or [])[-45:]
+    assert seen[0] == seen[1] == seen[2]
+    cut, mask = found["cut"], found["cut"].sampling_mask
+    assert mask is not None
+    kept = [ids is None or token in ids for ids, token in zip(mask, path, strict=True)]
+    assert kept == [value > -math.inf for value in cut.logprobs] and 5 < sum(kept) < 40, kept
+    assert all(b > a for a, b, is_kept in zip(cut.temperature_logprobs or (), cut.logprobs, kept, strict=True) if is_kept)
+    assert set(found["greedy"].logprobs) <= {0.0, -math.inf} and found["plain"].logprobs == found["plain"].model_logprobs
 
 
 def test_a_continuation_without_room_or_sense_fails_by_name_and_can_fail_alone() -> None:
