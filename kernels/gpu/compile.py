@@ -24,6 +24,8 @@ ARCHES = (80, 90, 100)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """of shared memory that a program can have, by architecture"""
 INSTRUCTIONS = (("tcgen05", "tcgen05.mma"), ("wgmma", "wgmma.mma_async"), ("mma.sync", "mma.sync"))
+LINEAR_GATED = ("linear_silu", "linear_gelu_tanh")
+BEGIN, END = "<!-- variants: begin -->\n", "<!-- variants: end -->\n"
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -58,6 +60,25 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
+def sum_layouts(ttgir: str) -> list[str]:
+    """How the elements of each reduction lie in threads, which is what fixes its order."""
+    names = dict(re.findall(r"^(#\w+) = (#ttg\.\S+<.*>)", ttgir, re.MULTILINE))
+    found = re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) ->', ttgir, re.DOTALL)
+    return [re.sub(r"#\w+", lambda name: names.get(name[0], name[0]), one) for one in found]
+
+
+def traffic(variant: Variant) -> str:
+    """What a launch must read or write of memory at least, where its constants say: nothing that rows or keys have in common."""
+    c, kind = variant.constants, variant.name.split("/")[0]
+    size = 4 if "/fp32/" in variant.name else 2
+    if "N" in c and "K" in c:
+        return f"{(1 + (kind in LINEAR_GATED)) * c['N'] * c['K'] * size} of weights"
+    if "KV_HEADS" in c and "H" in c:
+        return f"{2 * c['KV_HEADS'] * c['H'] * size} per key"
+    width = c.get("V", c.get("D", c.get("N")))
+    return "-" if width is None else f"{width * size} per row and pass"
+
+
 def describe(variant: Variant, arch: int, main: bool = False) -> dict[str, Any]:
     """A row of the table; `main` says whether it is one of `main_variants`."""
     kernel = build(variant, arch)
@@ -73,15 +94,17 @@ def describe(variant: Variant, arch: int, main: bool = False) -> dict[str, Any]:
         "stages": variant.num_stages,
         "matrix": next((name for name, text in INSTRUCTIONS if text in ptx), "-"),
         "main": main,
+        "bytes": traffic(variant),
+        "sums": sum_layouts(kernel.asm["ttgir"]),
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
     }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
-    titles = ("variant", "sm", "registers", "local bytes", "shared bytes", "warps", "stages", "matrix instruction")
+    titles = ("variant", "sm", "registers", "local bytes", "shared bytes", "warps", "stages", "matrix instruction", "bytes it must move")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    names = ("variant", "arch", "registers", "local_bytes", "shared_bytes", "warps", "stages", "matrix")
+    names = ("variant", "arch", "registers", "local_bytes", "shared_bytes", "warps", "stages", "matrix", "bytes")
     return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])
 
 
@@ -90,6 +113,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHES), choices=ARCHES, metavar="SM", help="80, 90, 100")
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--main", action="store_true", help="only where a step's time goes")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into a Markdown file, between its marks")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -97,7 +121,11 @@ def main() -> None:
     main = {variant.name for variant in main_variants()}
     chosen = [variant for variant in (main_variants() if args.main else all_variants()) if args.only in variant.name]
     rows = [describe(variant, arch, variant.name in main) for variant in chosen for arch in args.arch]
-    print(json.dumps(rows, indent=1) if args.json else table(rows))
+    if args.write is None:
+        print(json.dumps(rows, indent=1) if args.json else table(rows))
+        return
+    before, _, rest = args.write.read_text(encoding="utf-8").partition(BEGIN)
+    args.write.write_text(before + BEGIN + table(rows) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

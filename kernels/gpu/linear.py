@@ -221,6 +221,8 @@ def _check_shapes(op: str, x_MK: Tensor, w_NK: Tensor, shards: int) -> tuple[int
     check(op, x_MK.ndim == 2 == w_NK.ndim and x_MK.shape[1] == w_NK.shape[1], f"{[*x_MK.shape]} does not meet {[*w_NK.shape]}")
     check(op, x_MK.dtype == w_NK.dtype, f"x is {x_MK.dtype} and w is {w_NK.dtype}; they must agree")
     dtype_name(x_MK.dtype)
+    row_bytes = x_MK.shape[1] * x_MK.element_size()
+    check(op, row_bytes % 16 == 0, f"a row of K = {x_MK.shape[1]} {x_MK.dtype} entries has {row_bytes} bytes, no multiple of 16")
     (m, k), n = x_MK.shape, w_NK.shape[0]
     check(op, w_NK.stride(0) == k or n == 1, f"rows of w lie {w_NK.stride(0)} entries apart, not K = {k}")
     power = 1 <= shards <= MAX_SHARDS and shards & (shards - 1) == 0

@@ -170,6 +170,8 @@ def _norm(
     check(op, x.ndim == 2 and weight.shape == x.shape[1:], f"rows of {[*x.shape]} do not meet a weight of {[*weight.shape]}")
     check(op, weight.dtype == x.dtype, f"weight is {weight.dtype}, x is {x.dtype}")
     check(op, rows is None or (rows.dtype == torch.int32 and rows.ndim == 1), "rows must be [R] int32")
+    aligned = x.shape[1] * x.element_size() % 16 == 0
+    check(op, aligned, f"a row of {x.shape[1]} {x.dtype} entries is no multiple of 16 bytes")
     check_rows(op, x=x, weight=weight)
     check_vectors(op, rows=rows)
     count, d = len(x) if rows is None else len(rows), x.shape[1]

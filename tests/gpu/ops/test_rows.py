@@ -11,7 +11,7 @@ from torch import Tensor
 
 def close(got: Tensor, want: Tensor) -> bool:
     """To one step of the dtype: sums have an order of their own."""
-    step = 2.0**-7 if got.dtype == torch.bfloat16 else 4e-7
+    step = 2.0**-7 if got.dtype == torch.bfloat16 else 1e-6
     return bool(((got.cpu().double() - want.double()).abs() <= want.double().abs() * step + 1e-30).all())
 
 
