@@ -73,7 +73,7 @@ def test_gated(data: ModuleType, device: str, dtype: torch.dtype, activation: st
 
 def test_mistakes_are_named(device: str) -> None:
     x, w = torch.zeros(4, 16, device=device), torch.zeros(8, 16, device=device)
-    with pytest.raises(ValueError, match="linear: a row of K = 15 torch.float32 entries has 60 bytes"):
+    with pytest.raises(ValueError, match=r"linear: a row of K = 15 .* entries has 60 bytes"):
         linear(torch.zeros(4, 15, device=device), torch.zeros(8, 15, device=device))
     with pytest.raises(ValueError, match="linear: x begins at address"):
         linear(torch.zeros(65, device=device)[1:].view(4, 16), w)
