@@ -182,9 +182,15 @@ def trainer_ops(build: str | None = None) -> TrainerOps:
         OSError: the build is not compiled, or does not run on this CPU.
     """
     available = nl.available_builds()
-    if build == "reference" or (build is None and not available):
+    if build is None:
+        for best in available:
+            try:
+                return trainer_ops(best)
+            except OSError:  # the system refuses its instructions
+                continue
+    if build in (None, "reference"):
         return ReferenceTrainerOps()
-    if build is not None and build not in available:
+    if build not in available:
         here = ", ".join([*available, "reference"])
         raise OSError(f"kernels {build!r} are not compiled, or this CPU lacks their instructions; here there are {here}")
-    return NativeTrainerOps(nl.load_build(build or available[0]))
+    return NativeTrainerOps(nl.load_build(build))

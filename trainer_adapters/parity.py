@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels import trainer
+from ..kernels.fingerprint import failed_probes
 from ..kernels.segments import Segments
 from ..kernels.trainer_ops import TrainerOps, trainer_ops
 from .errors import ParityError
 from .parity_check import ParityReport, check_under
 from .parity_inputs import by_name, read_sequences, refuse_past, refuse_stretched
-from .parity_modules import ATTENTION, Head, Patch, Settings, TakeLogits, patches
+from .parity_modules import ATTENTION, Head, Patch, Settings, TakeLogits, patches, stock_class
 
 __all__ = ["Parity", "ParityError", "ParityReport", "check", "make_parity", "rollsync_parity"]
 
@@ -193,15 +195,15 @@ def _in_compiled_code() -> bool:
     return callback is not None and callback() is not None
 
 
+_MASKS_BY_LAYER = ("Qwen2Model", "Qwen3Model", "Gemma2Model", "Gemma3TextModel")
+"""backbones that take finished masks as a dict, by kind of layer"""
+
+
 def _no_mask(backbone: Any) -> Any:
     """What makes a backbone build no mask of its own: it takes a finished one as it is, and our attention looks at none."""
-    types = getattr(backbone.config, "layer_types", None)
-    if types and "attention_mask" in _DICT_MASKS.get(type(backbone).__name__.removeprefix("FSDP"), ()):
-        return dict.fromkeys(types)
+    if stock_class(backbone).__name__ in _MASKS_BY_LAYER:
+        return dict.fromkeys(backbone.config.layer_types)
     return torch.empty(0, 0, 0, 0)
-
-
-_DICT_MASKS = dict.fromkeys(("Qwen2Model", "Qwen3Model", "Gemma2Model", "Gemma3TextModel"), ("attention_mask",))
 
 
 def _register_attention() -> None:
@@ -229,13 +231,33 @@ def unwrapped(model: Any) -> nn.Module:
     return model
 
 
+def _ops(model: nn.Module, kernels: str | None) -> TrainerOps:
+    """The ops for the device the model is on."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if device == "cuda" and kernels in (None, "triton"):
+        return _gpu_ops()
+    if device != "cpu" or kernels == "triton":
+        raise ParityError(f"the model lies on {device}: there are no {kernels or 'kernels'} for it")
+    ops = trainer_ops(kernels)
+    if wrong := failed_probes(getattr(ops, "library", None)):
+        raise ParityError(f"the {ops.build} kernels give other bits than the specification in {', '.join(wrong)}: rebuild them")
+    return ops
+
+
+@lru_cache
+def _gpu_ops() -> TrainerOps:
+    from ..kernels.gpu.trainer import GpuTrainerOps
+
+    return GpuTrainerOps()
+
+
 def _parity(model: Any, k_shards: int, head_dtype: Any, kernels: str | None) -> Parity:
     model = unwrapped(model)
     if head_dtype not in (None, "float32", torch.float32):
         raise ParityError(f"head_dtype must be float32 or left out, as of the engine, got {head_dtype!r}")
     if k_shards not in (1, 2, 4, 8, 16):
         raise ParityError(f"k_shards must be 1, 2, 4, 8 or 16, as of the engine, got {k_shards!r}")
-    settings = Settings(ops=trainer_ops(kernels), k_shards=k_shards, head_dtype=None if head_dtype is None else "float32")
+    settings = Settings(ops=_ops(model, kernels), k_shards=k_shards, head_dtype=None if head_dtype is None else "float32")
     found: Parity | None = vars(model).get(_MARK)
     if found is None:
         return Parity(model, settings)

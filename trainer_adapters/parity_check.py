@@ -20,6 +20,7 @@ from ..kernels.fingerprint import numerics_fingerprint
 from ..kernels.logprobs import token_logprobs, token_logprobs_and_entropy
 from ..kernels.sampling_mask import SamplingMask
 from .errors import ParityError
+from .parity_modules import device_of
 from .parity_rollouts import COLUMNS, Sampled, read_rollouts
 
 PIECE_BYTES = 64 << 20
@@ -144,6 +145,8 @@ def check_under(
     if batch_tokens < 1:
         raise ParityError(f"batch_tokens must be at least 1, got {batch_tokens}")
     settings, config = parity.settings, parity.model.config
+    if device_of(settings.ops) != "cpu":
+        raise ParityError("parity.check compares with CPU engines: move the model to the CPU, or score by kernels.gpu.ops.token_logprobs")
     ours = numerics_fingerprint(getattr(settings.ops, "library", None), settings.k_shards, settings.head_dtype)
     samples = read_rollouts(
         rollouts, params, fingerprint=fingerprint, dtype=dtype, library_version=library_version, weight_version=weight_version,

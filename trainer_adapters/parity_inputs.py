@@ -74,7 +74,7 @@ def read_sequences(inputs: dict[str, Any]) -> tuple[Segments, Tensor]:
     segments = Segments(rows, length, spans)
     if given is not None:
         _check_positions(given, positions, segments)
-    return segments, torch.from_numpy(positions)
+    return segments, torch.from_numpy(positions).to(first.device)
 
 
 def _real_span(mask: Any, rows: int, length: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

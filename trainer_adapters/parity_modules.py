@@ -58,13 +58,18 @@ def stock_class(module: nn.Module) -> type:
     return cls.__bases__[1] if mixed[:1] == ["FSDPModule"] and len(mixed) == 2 else cls
 
 
-def compute_dtype(name: str, weight: Tensor) -> torch.dtype:
+def device_of(ops: TrainerOps) -> str:
+    """Type of the device that the ops compute on."""
+    return "cuda" if ops.build == "triton" else "cpu"
+
+
+def compute_dtype(name: str, weight: Tensor, device: str) -> torch.dtype:
     """The dtype a module computes in: autocast's where it is on, else that of its weight."""
     if type(weight) not in (Tensor, nn.Parameter):
         raise ParityError(f"{name}.weight is a {type(weight).__name__}: run the model's own forward, in which its weights are whole")
-    if weight.device.type != "cpu":
-        raise ParityError(f"{name} lies on {weight.device}: there are no kernels for it; move the model to the CPU")
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
+    if weight.device.type != device:
+        raise ParityError(f"{name} lies on {weight.device}, and parity was set up for {device}: move the model first")
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ParityError(f"{name} would compute in {dtype}: the engine's dtypes are bfloat16 and float32")
     return dtype
@@ -74,7 +79,7 @@ def meet(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in the dtype its module computes in."""
     if x.dtype == dtype:
         return x
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(x.device.type):
         return x.to(dtype)
     raise ParityError(f"{name} has {dtype} weights and got {x.dtype}: the engine has one dtype throughout")
 
@@ -87,7 +92,7 @@ class Linear:
 
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
-        dtype = compute_dtype(self.name, module.weight)
+        dtype = compute_dtype(self.name, module.weight, device_of(self.ops))
         bias = None if module.bias is None else module.bias.to(dtype)
         return trainer.linear(self.ops, meet(self.name, input, dtype), module.weight.to(dtype), bias, shards=self.shards)
 
@@ -110,7 +115,7 @@ class Head:
         module: Any = self.module
         if self.cap and not self.in_model:
             raise ParityError(f"{self.name} was called outside its model's forward, which would cap the logits a second time")
-        dtype = compute_dtype(self.name, module.weight)
+        dtype = compute_dtype(self.name, module.weight, device_of(self.ops))
         weight = module.weight.to(dtype)
         bias = None if module.bias is None else module.bias.to(dtype)
 
@@ -134,7 +139,7 @@ class Norm:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self.module.weight
-        dtype = compute_dtype(self.name, weight)
+        dtype = compute_dtype(self.name, weight, device_of(self.ops))
         x = meet(self.name, hidden_states, dtype)
         return trainer.rmsnorm(self.ops, x, weight.to(dtype), float(getattr(self.module, self.eps_name)), self.one_plus)
 
@@ -152,12 +157,12 @@ class Activation:
 class Embedding:
     """Rows of the embedding in the dtype the model computes in, times the scale where there is one."""
 
-    def __init__(self, name: str, module: nn.Module, scaled: bool) -> None:
-        self.name, self.module, self.scaled = name, module, scaled
+    def __init__(self, name: str, module: nn.Module, ops: TrainerOps, scaled: bool) -> None:
+        self.name, self.module, self.ops, self.scaled = name, module, ops, scaled
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         module: Any = self.module
-        dtype = compute_dtype(self.name, module.weight)
+        dtype = compute_dtype(self.name, module.weight, device_of(self.ops))
         rows = F.embedding(input_ids, module.weight, module.padding_idx).to(dtype)
         return rows * module.embed_scale.to(dtype) if self.scaled else rows
 
@@ -211,7 +216,7 @@ def _patch(name: str, module: nn.Module, model: Any, family: tuple[str, str, str
         cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
         yield Patch(module, "forward", Head(name, module, ops, settings.head_dtype is not None, cap))
     elif isinstance(module, nn.Embedding) and module is model.get_input_embeddings():
-        yield Patch(module, "forward", _embedding(name, module, own, cls, prefix))
+        yield Patch(module, "forward", _embedding(name, module, ops, own, cls, prefix))
     elif cls.__name__ in ("SiLUActivation", "SiLU") and not one_plus:
         yield Patch(module, "forward", Activation(name, module, ops, "silu"))
     elif cls.__name__ == "GELUTanh" and one_plus:
@@ -228,13 +233,13 @@ def _attention(name: str, module: Any) -> Patch:
     return Patch(module, "config", config)
 
 
-def _embedding(name: str, module: Any, own: bool, cls: type, prefix: str) -> Embedding:
+def _embedding(name: str, module: Any, ops: TrainerOps, own: bool, cls: type, prefix: str) -> Embedding:
     scaled = own and cls.__name__ == f"{prefix}TextScaledWordEmbedding"
     if not scaled and cls is not nn.Embedding:
         raise ParityError(f"{name} is a {cls.__module__}.{cls.__qualname__}, which is no part of a stock {prefix}ForCausalLM")
     if module.max_norm is not None:
         raise ParityError(f"{name}.max_norm is {module.max_norm}: it changes rows as they are read")
-    return Embedding(name, module, scaled)
+    return Embedding(name, module, ops, scaled)
 
 
 def _check_rotary(name: str, module: nn.Module) -> None:

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         r"no parity for transformers\.models\.gpt2\.modeling_gpt2\.GPT2LMHeadModel",
     ),
     "cast": (lambda: tiny().to(torch.bfloat16), r"rotary_emb\.inv_freq is torch\.bfloat16"),
+    "meta": (lambda: tiny().to("meta"), r"the model lies on meta: there are no kernels for it"),
     "not a model": (lambda: 3, r"parity needs a model, got int"),
     "max_norm": (lambda: _max_norm(tiny()), r"model\.embed_tokens\.max_norm is 1\.0"),
     "bidirectional": (lambda: _bidirectional(tiny()), r"self_attn attends to later tokens"),
