@@ -143,7 +143,9 @@ def _machine(device: Any) -> dict[str, Any]:
     import torch
 
     if device.type != "cuda":
-        return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "system": platform.system(), "gpu": None}
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "system": platform.system(), "gpu": None}
     properties = torch.cuda.get_device_properties(device)
     return {
         "cpu": properties.name,  # the README's table names a machine by this
@@ -164,7 +166,8 @@ def document(found: dict[str, Any], device: Any) -> dict[str, Any]:
     failed = [name for name, section in found.items() if section["error"]]
     met = sum(check["met"] is True for check in checks)
     missed = [check["name"] for check in checks if check["met"] is False]
-    what = f"{met} of {met + len(missed)} checks met in {len(found)} sections"
+    what = "" if device.type == "cuda" else "Triton's interpreter, tiny sizes in float32: "
+    what += f"{met} of {met + len(missed)} checks met in {len(found)} sections"
     what += f", not met: {', '.join(missed)}" if missed else ""
     what += f", failed: {', '.join(failed)}" if failed else ""
     return {
@@ -175,7 +178,7 @@ def document(found: dict[str, Any], device: Any) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "machine": _machine(device),
         "results": [{"device": "cuda", "level": "run" if device.type == "cuda" else "CPU stand-in", "what": what}],
-        "sections": found,
+        "sections": found if device.type == "cuda" else {},  # times of an interpreter tell nothing
     }
 
 

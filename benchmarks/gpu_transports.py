@@ -35,11 +35,10 @@ def _trainer(*arguments: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen
         if not line:
             raise RuntimeError(f"the trainer ended with code {child.wait(10)}; its words are on stderr")
         yield json.loads(line), child
-        child.stdin.close()
-        child.wait(10)
     finally:
-        child.kill()
+        child.kill()  # all it had to send is here
         child.wait()
+        child.stdin.close()
         child.stdout.close()
 
 
@@ -155,7 +154,6 @@ def _send(device: str, port: str, backend: str, size: str) -> None:
     group.broadcast(data, 0).wait()
     group.send(data, 1).wait()
     sys.stdin.read()
-    group.close()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_the_device_check_runs_on_the_interpreter_and_one_broken_section_costs_n
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(out.read_text())
     assert found["results"][0]["device"] == "cuda" and found["results"][0]["level"] == "CPU stand-in"
-    assert all(section["checks"] and section["error"] is None for section in found["sections"].values())
+    assert "8 of 8 checks met in 6 sections" in found["results"][0]["what"]
     assert "linear float32: classes of M beyond one" in done.stdout
     break_one = "from rollsync.benchmarks import gpu_check, gpu_kernels as k; import sys; k.tiles = lambda c: c.add('x', 1 / 0); "
     code = break_one + "sys.exit(gpu_check.main(['--dry-run', '--sections', 'tiles,shards']))"
