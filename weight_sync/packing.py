@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from .receiver import TORCH_DTYPES
 from .replicas import Flights, Replica
 from .sources import WeightSource
 from .transports.base import Transport
+from .transports.runs import SendingRun
 
 
 def stream(
@@ -35,31 +39,49 @@ def stream(
         drain: read the source to its end though no engine is left: other ranks need this one for theirs.
     """
 
-    def hand_over(replica: Replica, bucket: Bucket, index: int) -> None:
-        transport.send(replica.control, ids[replica.address], bucket, index)
-
     parts: dict[str, int] = {}
     buckets = manifest.buckets_of(rank)
     pieces = _pieces(manifest, source, rank, buckets)
-    for number, bucket in enumerate(buckets):
-        index = number % transport.num_buffers
-        flights.land(index)  # the buffer is free again
-        if not flights.still:
-            break
-        buffer = transport.buffer(index)
-        for piece in bucket.pieces:
-            tensor = manifest.tensors[piece.tensor]
-            target = _typed(buffer, TORCH_DTYPES[tensor.dtype], piece.start, piece.box.elements).view(piece.box.length)
-            part = fill(target, next(pieces), piece.box, tensor.shape)
-            parts[tensor.name] = combine([parts.get(tensor.name, 0), part])
-        for replica in flights.still:
-            transport.start(replica.control, bucket, index)
-        flights.launch(index, hand_over, bucket, index)
-    flights.land_all()
+    with contextlib.ExitStack() as runs:
+        hand_over = _hand_over(transport, flights, ids, rank, len(buckets), runs)
+        for number, bucket in enumerate(buckets):
+            index = number % transport.num_buffers
+            flights.land(index)  # the buffer is free again
+            if not flights.still:
+                break
+            buffer = transport.buffer(index)
+            for piece in bucket.pieces:
+                tensor = manifest.tensors[piece.tensor]
+                target = _typed(buffer, TORCH_DTYPES[tensor.dtype], piece.start, piece.box.elements).view(piece.box.length)
+                part = fill(target, next(pieces), piece.box, tensor.shape)
+                parts[tensor.name] = combine([parts.get(tensor.name, 0), part])
+            for replica in flights.still:
+                transport.start(replica.control, bucket, index)
+            flights.launch(index, functools.partial(hand_over, bucket, index))
+        flights.land_all()
     if drain or flights.still:
         for _ in pieces:
             pass
     return parts
+
+
+def _hand_over(
+    transport: Transport, flights: Flights, ids: Mapping[str, str], rank: int, count: int, runs: contextlib.ExitStack
+) -> Callable[[Bucket, int, Replica], Callable[[], Any]]:
+    """Begins to hand a packed buffer to an engine, and returns what waits for the end of that. `runs` is closed when all is over."""
+    made: dict[str, SendingRun] = {}
+    for replica in flights.still:
+        if (run := transport.run(replica.control, replica.submit, ids[replica.address], rank, count)) is not None:
+            made[replica.address] = run
+            runs.callback(run.close)
+
+    def hand_over(bucket: Bucket, index: int, replica: Replica) -> Callable[[], Any]:
+        if (run := made.get(replica.address)) is None:
+            return replica.submit(transport.send, replica.control, ids[replica.address], bucket, index).result
+        run.hand_over(bucket, index)
+        return functools.partial(run.wait, bucket)
+
+    return hand_over
 
 
 def _pieces(manifest: Manifest, source: WeightSource, rank: int, buckets: Sequence[Bucket]) -> Iterator[Tensor]:

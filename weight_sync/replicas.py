@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -143,25 +144,33 @@ class Flights:
 
     def __init__(self, replicas: Sequence[Replica], failed: dict[str, str], num_buffers: int) -> None:
         self._replicas, self._failed = replicas, failed
-        self._flying: list[dict[Replica, Future[Any]]] = [{} for _ in range(num_buffers)]
+        self._flying: list[dict[Replica, Callable[[], Any]]] = [{} for _ in range(num_buffers)]
 
     @property
     def still(self) -> list[Replica]:
         """Those that have not failed."""
         return [replica for replica in self._replicas if replica.address not in self._failed]
 
-    def launch(self, index: int, call: Callable[..., Any], *args: Any) -> None:
-        """Begin `call(replica, *args)` for each of them; it reads buffer `index`."""
-        self._flying[index] = {replica: replica.submit(call, replica, *args) for replica in self.still}
+    def launch(self, index: int, begin: Callable[[Replica], Callable[[], Any]]) -> None:
+        """`begin` for each of them what reads buffer `index`; what it returns waits for the end of that."""
+        for replica in self.still:
+            with self._noted(replica):
+                self._flying[index][replica] = begin(replica)
 
     def land(self, index: int) -> None:
         """Wait until that buffer is free."""
-        for replica, future in self._flying[index].items():
-            try:
-                future.result()
-            except Exception as error:  # told by the round; the source goes on, for the other engines and ranks
-                self._failed.setdefault(replica.address, replica.words(error))
+        for replica, wait in self._flying[index].items():
+            with self._noted(replica):
+                wait()
         self._flying[index] = {}
+
+    @contextlib.contextmanager
+    def _noted(self, replica: Replica) -> Iterator[None]:
+        """An error within is that engine's."""
+        try:
+            yield
+        except Exception as error:  # told by the round; the source goes on, for the other engines and ranks
+            self._failed.setdefault(replica.address, replica.words(error))
 
     def land_all(self) -> None:
         for index in range(len(self._flying)):

@@ -263,7 +263,8 @@ class WeightSender:
         """What the engine holds, once it is sure that it can what this sender will ask."""
         found = replica.look()
         apply = [f"weights.apply.{options['apply']}"] if "apply" in options else []
-        replica.control.require(["weights.updates.hold", f"weights.transport.{(self._disk or self._transport).name}", *apply])
+        transport = f"weights.transport.{(self._disk or self._transport).name}"
+        replica.control.require(["weights.updates.hold", transport, *self._transport.needs, *apply])
         return found
 
     def _connect(self, now: Round) -> None:
@@ -283,7 +284,7 @@ class WeightSender:
         """Pack and hand over this rank's share to those that have not `failed`; digest parts by name."""
         flights = Flights(replicas, failed, self._transport.num_buffers)
         if self._ranks.rank > 0:  # rank 0 holds what it opened: whichever rank dies, no engine waits for it
-            flights.launch(0, lambda replica: replica.control.hold(ids[replica.address]))
+            flights.launch(0, lambda replica: replica.submit(replica.control.hold, ids[replica.address]).result)
             flights.land(0)
         if isinstance(self._transport, Reshard):
             return self._transport.stream(manifest, self._source, flights, ids, self._fill)

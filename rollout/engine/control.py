@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...weight_sync.manifest import Manifest, ManifestError, read_tensors
-from ..errors import BadRequest, IllegalState, UnknownUpdate, UpdateRefused, describe
+from ..errors import BadRequest, IllegalState, UpdateRefused, describe
+from .chunks import ChunkVerbs
 from .folder_update import FolderUpdate
 from .lifecycle import UPDATE_OWNER, check_choice
-from .live_reads import LiveReads
 from .update_record import DEFAULT_UPDATE_S, Update, check_options
 from .update_stats import CAUSES, UpdateStats
 from .weight_groups import GroupCalls
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 REMEMBERED_UPDATES = 64
 
 
-class Control(LiveReads):
+class Control(ChunkVerbs):
     """The verbs of one engine. `engine.control`."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -193,22 +193,6 @@ class Control(LiveReads):
     def _update_owner(update: Update) -> str:
         return UPDATE_OWNER + update.id
 
-    def take_chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> dict[str, Any]:
-        """Receive one chunk and take it in; from any thread but the engine's. The reply says what is left.
-
-        Raises:
-            UnknownUpdate, IllegalState: there is no such update, or it is over. ChunkError, ValueError: the chunk did not come or fit.
-        """
-        if self._still_open(update_id).reads_folder:
-            raise IllegalState(f"update {update_id} reads its folder by itself: it takes no chunks")
-        return self.receive_chunk(update_id, sender, sequence, where)
-
-    def receive_chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> dict[str, Any]:
-        """`take_chunk`, also for whoever reads a folder."""
-        self._still_open(update_id)
-        fresh = self._engine.runner.updates.chunk(update_id, sender, sequence, where)
-        return {"changed": fresh, **self._engine.runner.updates.progress()}
-
     def extend_update(self, update_id: str, tensors: Any, layout: Mapping[str, Any]) -> dict[str, Any]:
         """Name more tensors of an update that was opened without a manifest; from any thread.
 
@@ -227,18 +211,6 @@ class Control(LiveReads):
         chunks = self._engine.runner.updates.extend(update_id, entries, layout)
         update.name(entries)
         return {"chunks": [list(c) for c in chunks]}
-
-    def _still_open(self, update_id: str) -> Update:
-        update = self.find_update(update_id)
-        if update.state != "open":
-            raise IllegalState(f"update {update_id} is {update.state} ({update.reason}): nothing more is taken in")
-        return update
-
-    def find_update(self, update_id: str) -> Update:
-        """Raises UnknownUpdate for an id that is unknown or forgotten."""
-        if update_id not in self.updates:
-            raise UnknownUpdate(f"there is no weight update {update_id!r}")
-        return self.updates[update_id]
 
     def update_status(self, update_id: str) -> dict[str, Any]:
         """How far an update is, or how it ended. From any thread, and never waits."""

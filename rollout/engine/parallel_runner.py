@@ -19,7 +19,7 @@ from .devices import open_device
 from .model_runner import ModelRunner, Progress, find_model, ignore_progress
 from .rank_processes import CALL_TIMEOUT_S, WEIGHTS_TIMEOUT_S, RankProcesses
 from .rank_wire import plan_to_wire
-from .runner_info import Runner
+from .runner_info import ChunkRun, Runner
 from .tensor_parallel import RankLost, TPGroup
 from .types import StepPlan, StepResult
 from .worker import SharedBytes
@@ -201,6 +201,9 @@ class RankUpdates:
         finally:
             with self._counting:
                 self._coming -= 1
+
+    def run(self, update_id: str, sender: int, where: Mapping[str, Any]) -> ChunkRun:
+        return self._own.run(update_id, sender, where)  # what is there for this rank is there for all, or soon
 
     def missing(self) -> list[str]:
         return self._own.missing()

@@ -51,6 +51,18 @@ class RunnerInfo:
     """of what is computed and which ids may be drawn or end a sample, whatever the weights: the same for every copy of a model"""
 
 
+class ChunkRun(Protocol):
+    """Where the chunks of a call that brings several lie, by sequence."""
+
+    def next(self, sequence: int, patience_s: float) -> Mapping[str, Any] | None:
+        """What a call for this one alone would say of its place, once it is ready; None if it is not in time. ValueError: it cannot be."""
+
+    def taken(self, sequence: int) -> None:
+        """Tell the sender that it is taken in."""
+
+    def close(self) -> None: ...
+
+
 class UpdatesLike(Protocol):
     """What the engine asks of the ranks. One rank here; several answer as one (every rank prepared, then all flip)."""
 
@@ -84,6 +96,13 @@ class UpdatesLike(Protocol):
 
         Raises:
             ChunkError, or another ValueError of the transport: it did not come, or does not fit. It may be tried again.
+        """
+
+    def run(self, update_id: str, sender: int, where: Mapping[str, Any]) -> ChunkRun:
+        """For a call that brings several chunks of a sender: says where each lies, for `chunk`; on the thread of that call.
+
+        Raises:
+            ChunkError, or another ValueError of the transport: it brings one chunk a call, or its sender is gone.
         """
 
     def missing(self) -> list[str]:

@@ -16,7 +16,9 @@ from ...weight_sync.receiver import Receiver
 from ...weight_sync.reshard import received_by
 from ...weight_sync.transports.groups import Groups
 from ...weight_sync.transports.links import Link, make_link
+from ...weight_sync.transports.runs import TakingRun
 from ..models.config import DecoderConfig
+from .runner_info import ChunkRun
 from .weight_target import (
     ParamTarget,
     live_digests,
@@ -41,6 +43,23 @@ class _Open:
     """tensors of which only parts come to this rank, so that its digests are parts as well"""
     sealed: bool = False
     """prepared: what was checked is what commits, so nothing more is taken in"""
+
+
+class _Run:
+    """A call for several chunks of a sender: nothing is waited for that is there already."""
+
+    def __init__(self, receiver: Receiver, sender: int, coming: TakingRun) -> None:
+        self._receiver, self._sender, self._coming = receiver, sender, coming
+
+    def next(self, sequence: int, patience_s: float) -> Mapping[str, Any] | None:
+        bucket = self._receiver.bucket(self._sender, sequence)
+        return {} if self._receiver.has(self._sender, sequence) else self._coming.next(bucket, patience_s)
+
+    def taken(self, sequence: int) -> None:
+        self._coming.taken(self._receiver.bucket(self._sender, sequence))
+
+    def close(self) -> None:
+        self._coming.close()
 
 
 class WeightUpdates:
@@ -97,6 +116,10 @@ class WeightUpdates:
                 return open_.receiver.chunk(sender, sequence, data)
         finally:
             data.release()
+
+    def run(self, update_id: str, sender: int, where: Mapping[str, Any]) -> ChunkRun:
+        open_ = self._opened(update_id)
+        return _Run(open_.receiver, sender, open_.link.run(sender, where))
 
     def _opened(self, update_id: str) -> _Open:
         open_ = self._open

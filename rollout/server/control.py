@@ -49,6 +49,7 @@ CAPABILITIES = (
     "openai.chat",
     "openai.token_ids",
     *(f"weights.transport.{name}" for name in TRANSPORTS),
+    "weights.chunks.count",
     *(f"weights.apply.{name}" for name in APPLY),
     *(f"weights.mode.{name}" for name in MODES),
     *(f"weights.kv_policy.{name}" for name in KV_POLICIES),

@@ -234,9 +234,12 @@ class EngineProcess:
         with contextlib.suppress(EngineDead):
             self._send_numbered("command", "abort_update", told)
 
-    async def chunk(self, update_id: str, sender: int, sequence: int, where: dict[str, Any], timeout_s: float = 60.0) -> Any:
-        """Have a chunk of a weight update received and taken in."""
-        return await self.aside(update_id, "chunk", timeout_s, update_id=update_id, sender=sender, sequence=sequence, where=where)
+    async def chunk(
+        self, update_id: str, sender: int, sequence: int, where: dict[str, Any], timeout_s: float = 60.0, count: int | None = None
+    ) -> Any:
+        """Have a chunk of a weight update received and taken in, or `count` of a sender's, beside those of other senders."""
+        lane, more = (update_id, {}) if count is None else (f"{update_id} {sender}", {"count": count})
+        return await self.aside(lane, "chunk", timeout_s, update_id=update_id, sender=sender, sequence=sequence, where=where, **more)
 
     async def extend(self, update_id: str, tensors: list[dict[str, Any]], layout: dict[str, Any]) -> list[list[int]]:
         """Name more tensors of an update that grows; [sender, sequence] of the chunks that bring them, in order."""

@@ -74,6 +74,8 @@ CHUNK_FIELDS = (
     Field("sender", integer(0, 1 << 31), "rank that sends"),
     Field("sequence", integer(0, 1 << 31), "number of the bucket among its sender's"),
     Field("offset", integer(0, VERSION_LIMIT), "ipc: where the bucket begins in the memory offered"),
+    Field("count", integer(1, 1 << 31), "ipc, collective: take up to so many buckets, from this one on"),
+    Field("notes", mapping, "ipc with count: {ready, taken}, each [descriptor, inode] of a pipe of the sender's; instead of offset"),
 )
 COMMIT_FIELDS = (Field("digests", mapping, "digest by tensor name as 16 hexadecimal digits, compared with what came"),)
 DIGEST_FIELDS = (Field("compare", mapping, "digests by tensor name as 16 hexadecimal digits"),)
@@ -154,7 +156,13 @@ COMPONENTS = {
         Item("digests", {"type": "object", "additionalProperties": STRING}, "by tensor name"),
         Item("differ", array(STRING), "names compared whose digest here is another, or that are not here"),
     ),
-    "ChunkTaken": reply_schema("What is left.", Item("changed", BOOLEAN), Item("received_bytes", COUNT), Item("missing_chunks", COUNT)),
+    "ChunkTaken": reply_schema(
+        "What is left.",
+        Item("changed", BOOLEAN),
+        Item("received_bytes", COUNT),
+        Item("missing_chunks", COUNT),
+        Item("chunks", COUNT, "of a call with count: how many it took", always=False),
+    ),
     "Paused": reply_schema(
         "What became of the requests.",
         Item("changed", BOOLEAN, "whether the owner had no lease before"),

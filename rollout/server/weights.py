@@ -128,7 +128,8 @@ async def update_status(request: Request, update_id: str) -> Response:
 )
 async def chunk(request: Request, update_id: str) -> Response:
     """Take in one bucket: its bytes as the body (application/octet-stream), or its place in offered memory. Once is enough: a
-    repeat changes nothing."""
+    repeat changes nothing. With `count`, take buckets as they come, until so many are taken, the sender has none ready, or a second
+    has passed; the reply says how many it were."""
     engine = _service(request).engine
     if CHUNK_TYPE in request.headers.get("content-type", ""):
         sender, sequence = _number(request, "sender"), _number(request, "sequence")
@@ -138,7 +139,8 @@ async def chunk(request: Request, update_id: str) -> Response:
     for name in ("sender", "sequence"):
         if name not in where:
             raise BadRequest(f"{name} is missing", field=name)
-    return reply(request, await engine.chunk(update_id, where.pop("sender"), where.pop("sequence"), where))
+    count = where.pop("count", None)
+    return reply(request, await engine.chunk(update_id, where.pop("sender"), where.pop("sequence"), where, count=count))
 
 
 def _number(request: Request, name: str) -> int:

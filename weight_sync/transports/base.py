@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..control import UpdateControl
 from ..manifest import Bucket
+from .runs import SendingRun
 
 
 class Transport(Protocol):
@@ -16,6 +19,8 @@ class Transport(Protocol):
     name: str
     num_buffers: int
     """buffers that may be in flight at once"""
+    needs: tuple[str, ...] = ()
+    """capabilities that an engine's server must have, beside that of the transport's name"""
 
     def prepare(self, buffer_bytes: int) -> None:
         """Have `num_buffers` buffers of that size. Called before each update; keeps what fits."""
@@ -35,7 +40,13 @@ class Transport(Protocol):
         return
 
     def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
-        """Hand buffer `index` over to one engine; returns once the engine has taken it in."""
+        """Hand buffer `index` over to one engine; returns once the engine has taken it in. Only where there is no `run`."""
+
+    def run(
+        self, control: UpdateControl, submit: Callable[..., Future[Any]], update_id: str, sender: int, count: int
+    ) -> SendingRun | None:
+        """What hands over an update's `count` buckets of this rank, many by a call; None if each needs its own."""
+        return None
 
     def reset(self, control: UpdateControl) -> None:
         """An update of that engine failed, or it is removed: forget what is under way to it."""

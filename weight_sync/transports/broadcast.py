@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from ..control import UpdateControl, UpdateError
 from ..manifest import Bucket
 from ..names import DEFAULT_TIMEOUT_S, GroupError
 from .base import Transport
-from .collective import Group, Operation, form
+from .collective import POLL_S, Group, Operation, form
 from .rendezvous import Store
+from .runs import NEEDS, SendingRun
 
 
 class GroupTransport(Transport):
@@ -91,6 +94,7 @@ class Broadcast(GroupTransport):
     """Buckets by broadcast, double-buffered: one is packed while another is on its way. Each trainer rank has groups of its own."""
 
     name = "collective"
+    needs = NEEDS
 
     def __init__(self, group: str = "default", **options: Any) -> None:
         super().__init__(group, **options)
@@ -104,15 +108,45 @@ class Broadcast(GroupTransport):
             old.close("it is formed anew")
         self._groups[control.address] = meet_engine(control, self._name, port=self._port, timeout_s=self._timeout_s, device=self._gpu)
 
-    def start(self, control: UpdateControl, bucket: Bucket, index: int) -> None:
-        """Begin the broadcast, in the order of sequences. What fails here is raised by `send`, if the engine has no better words."""
+    def run(
+        self, control: UpdateControl, submit: Callable[..., Future[Any]], update_id: str, sender: int, count: int
+    ) -> SendingRun:
+        return _BroadcastRun(self._groups[control.address], self._buffers, control, submit, update_id, sender, count)
+
+
+class _BroadcastRun(SendingRun):
+    """Its broadcasts are the notes: each is one that the engine waits for, and frees the buffer at its end."""
+
+    def __init__(self, group: Group, buffers: Sequence[Tensor], *run: Any) -> None:
+        super().__init__(*run)
+        self._group, self._buffers = group, buffers
+        self._under_way: dict[int, Operation] = {}
+        """by sequence"""
+
+    def _tell(self, bucket: Bucket, index: int) -> None:
         data = self._buffers[index][: bucket.nbytes]
-        operations: list[Operation] | GroupError
+        self._under_way[bucket.sequence] = self._group.broadcast(data, 0, what=f"bucket {bucket.sequence}")
+
+    def _is_free(self, bucket: Bucket) -> bool:
+        if not self._under_way[bucket.sequence].is_over:
+            return False
+        self._under_way.pop(bucket.sequence).wait()
+        return True
+
+    def _pause(self) -> None:
+        time.sleep(POLL_S)
+
+    def wait(self, bucket: Bucket) -> None:
         try:
-            operations = [self._groups[control.address].broadcast(data, 0, what=f"bucket {bucket.sequence}")]
-        except GroupError as error:
-            operations = error
-        self._under_way[control.address, bucket.sequence] = operations
+            super().wait(bucket)
+        except GroupError:
+            if self._call is not None:
+                self._call.result()  # what the engine says of it, if it says anything
+            raise
+
+    def close(self) -> None:
+        if self._under_way:
+            self._group.close("not all of an update came over it")
 
 
 def meet_engine(

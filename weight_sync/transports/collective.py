@@ -22,6 +22,8 @@ from ..names import BACKENDS, DEFAULT_TIMEOUT_S, LAYOUTS, GroupError
 from .rendezvous import Store, meet, words
 
 CUT_TAG = 0x7FFFFF
+POLL_S = 0.0005
+"""between two looks at operations that are under way"""
 
 
 class Work(Protocol):
@@ -29,6 +31,10 @@ class Work(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Raises RuntimeError if it failed or is not over in time; the channel is then to be cut."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would not wait."""
 
 
 class Channel(Protocol):
@@ -52,6 +58,10 @@ class _GlooWork:
 
     def wait(self, timeout_s: float) -> None:
         self.work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.work.is_completed())
 
 
 class GlooChannel:
@@ -92,6 +102,11 @@ class Operation:
     def __init__(self, group: Group, work: Work, peer: str, what: str) -> None:
         self._group, self._work, self._peer, self._what = group, work, peer, what
         self._began = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would not wait: it is done, has failed, or has taken too long."""
+        return time.monotonic() - self._began >= self._group.timeout_s or bool(self._group.closed_because) or self._work.is_over
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until it is over; by default as long as the group allows, counted from its start.

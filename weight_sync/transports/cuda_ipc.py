@@ -138,7 +138,7 @@ class DeviceMapping:
             raise IpcError(f"handle must be {HANDLE_BYTES} bytes (msgpack bin)")
         if pid == os.getpid():
             raise IpcError("device memory is not shared with its own process: use transport http in process")
-        self._runtime, self._index, self.nbytes = runtime, runtime.index(label), nbytes
+        self._runtime, self._index, self.nbytes, self.pid = runtime, runtime.index(label), nbytes, pid
         self._address = ctypes.c_void_p()
         self._copying = threading.Lock()
         self._host = bytearray()

@@ -21,11 +21,12 @@ from ..digest import box_digest
 from ..manifest import Bucket, ManifestError
 from ..ranks import Ranks
 from ..sources import WeightSource
+from .runs import OneByOne
 
 DEFAULT_KEPT = 2
 
 
-class DiskLink:
+class DiskLink(OneByOne):
     """The receiving end on one rank: the folder, opened when the first chunk is asked for (a file system may take its time).
 
     Args:

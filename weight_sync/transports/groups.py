@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from ..manifest import Bucket, ChunkError
 from ..names import DEFAULT_TIMEOUT_S, GroupError
-from .collective import Group, Operation, form
+from .collective import POLL_S, Group, Operation, form
 from .rendezvous import Store
+from .runs import OneByOne, TakingRun
 
 MAX_GROUPS = 64
 GUARD_BYTES = 16
@@ -174,10 +176,13 @@ class GroupLink:
     def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
         if not bucket.nbytes:
             return memoryview(b"")
-        if not 0 <= bucket.sender < len(self._lines):
-            raise ChunkError(f"sender {bucket.sender} has no group in this update; it has {len(self._lines)}")
-        data: Any = self._lines[bucket.sender].take(bucket).cpu().numpy()
+        data: Any = self._of(bucket.sender).take(bucket).cpu().numpy()
         return memoryview(data)
+
+    def _of(self, sender: int) -> _Line:
+        if not 0 <= sender < len(self._lines):
+            raise ChunkError(f"sender {sender} has no group in this update; it has {len(self._lines)}")
+        return self._lines[sender]
 
     def lost(self) -> str | None:
         """Why no more can come; None while it can."""
@@ -203,13 +208,40 @@ class CollectiveLink(GroupLink):
         lines = [_Line(group, sender, bucket, begin(group), first, guarded=_receives_only(group)) for sender, group in enumerate(groups)]
         super().__init__(lines)
 
+    def run(self, sender: int, where: Mapping[str, Any]) -> TakingRun:
+        return _Arrivals(self._of(sender))
+
+
+class _Arrivals:
+    """Several buckets of one sender, as they come in."""
+
+    def __init__(self, line: _Line) -> None:
+        self._line = line
+        self._begun = False
+
+    def next(self, bucket: Bucket, patience_s: float) -> Mapping[str, Any] | None:
+        """The first is waited for as in a call for it alone: whoever sends it is sending it."""
+        until = time.monotonic() + patience_s
+        while self._begun and bucket.nbytes and not self._line.has_come:
+            if time.monotonic() >= until:
+                return None
+            time.sleep(POLL_S)
+        self._begun = True
+        return {}
+
+    def taken(self, bucket: Bucket) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
 
 def _receives_only(group: Group) -> bool:
     """Whether this rank passes no broadcast on: then its buffer may be longer than the message. (Of 4 ranks one does.)"""
     return group.device.type == "cpu" and group.size <= 3
 
 
-class ReshardLink(GroupLink):
+class ReshardLink(GroupLink, OneByOne):
     """Point to point, from every sender of one group: the ranks below the engine's."""
 
     def __init__(self, group: Group, bucket: Bucketing) -> None:
@@ -238,6 +270,12 @@ class _Line:
         """within `take`: what it waits for, or will, is not in `_ahead`"""
         self._over = False
         self._guard = torch.frombuffer(bytearray(secrets.token_bytes(GUARD_BYTES)), dtype=torch.uint8) if guarded else None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `take` would not wait for the next bucket, or has an error of its transfer to tell."""
+        ahead = self._ahead
+        return not self._over and ahead is not None and ahead[1].is_over
 
     def take(self, bucket: Bucket) -> Tensor:
         """The bytes of the sender's next bucket, valid until the next call."""

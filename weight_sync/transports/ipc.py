@@ -12,7 +12,8 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ..control import UpdateControl
 from ..manifest import Bucket
 from .base import Transport
 from .cuda_ipc import CudaRuntime, DeviceMapping, DevicePool, IpcError
+from .notes import Notes, ReadNotes
+from .runs import NEEDS, SendingRun, TakingRun
 
 _ALIGN_BYTES = 1 << 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -68,7 +71,8 @@ class HostMapping:
     """The receiving end in host memory, mapped read-only."""
 
     def __init__(self, handle: dict[str, Any]) -> None:
-        pid, fd, self.nbytes = int(handle["pid"]), int(handle["fd"]), int(handle["bytes"])
+        self.pid, fd, self.nbytes = int(handle["pid"]), int(handle["fd"]), int(handle["bytes"])
+        pid = self.pid
         if _start_time(pid) != handle["started"]:
             raise IpcError(f"process {pid} is not the one that offered the memory")
         where = f"/proc/{pid}/fd/{fd}"
@@ -101,6 +105,7 @@ class SharedBuffers(Transport):
 
     name = "ipc"
     num_buffers = 2
+    needs = NEEDS
 
     def __init__(self, device: torch.device | str = "cpu", *, runtime: Callable[[], CudaRuntime] = CudaRuntime) -> None:
         self._device = torch.device(device)
@@ -132,13 +137,41 @@ class SharedBuffers(Transport):
     def start(self, control: UpdateControl, bucket: Bucket, index: int) -> None:
         self._opened().settle()
 
-    def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
-        control.chunk(update_id, bucket.sender, bucket.sequence, offset=self._offset(index))
+    def run(
+        self, control: UpdateControl, submit: Callable[..., Future[Any]], update_id: str, sender: int, count: int
+    ) -> SendingRun:
+        return _NotedRun(self._offset, Notes(), control, submit, update_id, sender, count)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+class _NotedRun(SendingRun):
+    """The engine is told by notes where each bucket lies, and tells by notes that it is done with it."""
+
+    def __init__(self, offset: Callable[[int], int], notes: Notes, *run: Any) -> None:
+        super().__init__(*run, notes=notes.offer())
+        self._offset, self._notes = offset, notes
+        self._taken = 0
+        """buckets whose memory is free again"""
+
+    def _tell(self, bucket: Bucket, index: int) -> None:
+        self._notes.ready(bucket.sequence, self._offset(index))
+
+    def _is_free(self, bucket: Bucket) -> bool:
+        return bucket.sequence < max(self._taken, self._answered)
+
+    def _pause(self) -> None:
+        if (sequence := self._notes.wait()) is not None:
+            self._taken = max(self._taken, sequence + 1)
+
+    def _wake(self) -> None:
+        self._notes.wake()
+
+    def close(self) -> None:
+        self._notes.close()
 
 
 class MappedBuffers:
@@ -180,5 +213,26 @@ class MappedBuffers:
             raise IpcError(f"bytes [{offset}, {offset + nbytes}) are not inside the offered {self._mapping.nbytes}")
         return self._mapping.view(offset, nbytes)
 
+    def run(self, notes: Mapping[str, Any]) -> TakingRun:
+        """Several buckets, one after another, as the sender's notes say where they lie."""
+        return _NotedTaking(ReadNotes(self._mapping.pid, notes))
+
     def close(self) -> None:
         self._mapping.close()
+
+
+class _NotedTaking:
+    """The engine's end of a `_NotedRun`."""
+
+    def __init__(self, notes: ReadNotes) -> None:
+        self._notes = notes
+
+    def next(self, bucket: Bucket, patience_s: float) -> Mapping[str, Any] | None:
+        offset = self._notes.next(bucket.sequence, patience_s)
+        return None if offset is None else {"offset": offset}
+
+    def taken(self, bucket: Bucket) -> None:
+        self._notes.taken(bucket.sequence)
+
+    def close(self) -> None:
+        self._notes.close()

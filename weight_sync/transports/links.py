@@ -13,6 +13,7 @@ from .collective import Group
 from .disk import DiskLink
 from .groups import CollectiveLink, Groups, ReshardLink
 from .ipc import MappedBuffers
+from .runs import OneByOne, TakingRun
 from .torch_handles import bytes_of
 
 
@@ -29,6 +30,9 @@ class Link(Protocol):
         Waits for the sender if the transport does, no longer than its deadline. Raises ValueError if they are not to be had.
         """
 
+    def run(self, sender: int, where: Mapping[str, Any]) -> TakingRun:
+        """For a call that brings several chunks of a sender. Raises ValueError if the transport needs one for each."""
+
     def lost(self) -> str | None:
         """Why nothing can come any more (its sender is gone); None while it can. From any thread."""
 
@@ -36,7 +40,7 @@ class Link(Protocol):
         """From any thread; a `view` that waits in another ends soon."""
 
 
-class BodyLink:
+class BodyLink(OneByOne):
     """Chunks bring their bytes along."""
 
     def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
@@ -68,12 +72,22 @@ class IpcLink:
             raise
 
     def view(self, bucket: Bucket, where: Mapping[str, Any]) -> memoryview:
-        offset, mapped = where.get("offset"), self._mapped
-        if not 0 <= bucket.sender < len(mapped):
-            raise LinkError(f"sender {bucket.sender} offered no memory")
+        offset, mapped = where.get("offset"), self._of(bucket.sender)
         if not isinstance(offset, int) or isinstance(offset, bool):
             raise LinkError(f"offset must be an int, got {offset!r}")
-        return mapped[bucket.sender].view(offset, bucket.nbytes)
+        return mapped.view(offset, bucket.nbytes)
+
+    def _of(self, sender: int) -> MappedBuffers:
+        mapped = self._mapped
+        if not 0 <= sender < len(mapped):
+            raise LinkError(f"sender {sender} offered no memory")
+        return mapped[sender]
+
+    def run(self, sender: int, where: Mapping[str, Any]) -> TakingRun:
+        notes = where.get("notes")
+        if not isinstance(notes, dict):
+            raise LinkError("notes is missing: by them the sender says where each of the chunks lies")
+        return self._of(sender).run(notes)
 
     def lost(self) -> str | None:
         return None
@@ -84,7 +98,7 @@ class IpcLink:
             one.close()
 
 
-class MixedLink:
+class MixedLink(OneByOne):
     """Every chunk says for itself how it comes: {"data"}, the next broadcast of a {"group"}, or {"handles"} of shared tensors, by rank.
 
     For trainers that name tensors as they send them, and may send some over one group and some over another.

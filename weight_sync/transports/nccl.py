@@ -93,6 +93,10 @@ class _Event:
     def wait(self, timeout_s: float) -> None:
         self._channel.poll(self._event.query, timeout_s)
 
+    @property
+    def is_over(self) -> bool:
+        return bool(self._event.query())
+
 
 class NcclChannel:
     """One rank's communicator, its id, and a stream of its own.

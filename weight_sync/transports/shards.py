@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,15 +105,15 @@ class Reshard(GroupTransport):
             for made, buffer in packer.take(index, box, values):
                 for replica in flights.still:
                     self.begin(replica.control, made, buffer)
-                flights.launch(buffer, self._hand_over, ids, made.buckets[0], buffer)
+                flights.launch(buffer, functools.partial(self._hand_over, ids, made.buckets[0], buffer))
             parts[tensor.name] = combine([parts.get(tensor.name, 0), packer.digest(index, box, values)])
         flights.land_all()
         if not packer.is_done:
             raise UpdateError("the source ended before all of this rank's slices had come")
         return parts
 
-    def _hand_over(self, replica: Replica, ids: Mapping[str, str], bucket: Bucket, index: int) -> None:
-        self.send(replica.control, ids[replica.address], bucket, index)
+    def _hand_over(self, ids: Mapping[str, str], bucket: Bucket, index: int, replica: Replica) -> Callable[[], None]:
+        return replica.submit(self.send, replica.control, ids[replica.address], bucket, index).result
 
 
 def _held(manifest: Manifest, source: WeightSource, rank: int) -> Iterator[tuple[int, Box, Tensor]]:
