@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .control import EngineLost, HttpControl, UpdateControl, UpdateError
 from .digest import combine
 from .fill import Fill, fill
-from .manifest import DEFAULT_BUCKET_BYTES, Manifest, ManifestError, plan
+from .manifest import Manifest, ManifestError, plan
 from .packing import stream
 from .ranks import Alone, Ranks, agree, together
 from .ranks import DistRanks as DistRanks
@@ -69,7 +69,7 @@ class WeightSender:
         source: this rank's weights.
         transport: "ipc" (same host), "collective" or "reshard" (gloo, NCCL), "http", "disk" (with `folder`, see `DiskTransport`),
             or an object.
-        bucket_bytes: size of one message; a rank holds two.
+        bucket_bytes: size of one message; a rank holds two. None takes what suits the transport.
         token: bearer token of the control routes.
         options: passed to every open: mode, apply, kv_policy, deadline_s, refuse_nonfinite, ...
         fill: copies and digests a piece; where the engine's kernels are compiled, `rollout.engine.weight_digest.fast_fill()` is faster.
@@ -83,7 +83,7 @@ class WeightSender:
         *,
         transport: str | Transport | DiskTransport = "ipc",
         ranks: Ranks | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         token: str | None = None,
         timeout_s: float = 60.0,
         fill: Fill = fill,
@@ -103,7 +103,8 @@ class WeightSender:
             self.add(engine)
         self._source, self._ranks = source, ranks or Alone()
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
-        self._bucket_bytes, self._fill, self._options = bucket_bytes, fill, options
+        self._bucket_bytes = self._transport.bucket_bytes if bucket_bytes is None else bucket_bytes
+        self._fill, self._options = fill, options
         self._last: _Last | None = None
 
     def close(self) -> None:

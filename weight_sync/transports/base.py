@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..control import UpdateControl
-from ..manifest import Bucket
+from ..manifest import DEFAULT_BUCKET_BYTES, Bucket
 from .runs import SendingRun
 
 
@@ -19,6 +19,8 @@ class Transport(Protocol):
     name: str
     num_buffers: int
     """buffers that may be in flight at once"""
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """that suit it"""
     needs: tuple[str, ...] = ()
     """capabilities that an engine's server must have, beside that of the transport's name"""
 

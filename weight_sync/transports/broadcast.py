@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -15,9 +14,9 @@ from ..control import UpdateControl, UpdateError
 from ..manifest import Bucket
 from ..names import DEFAULT_TIMEOUT_S, GroupError
 from .base import Transport
-from .collective import POLL_S, Group, Operation, form
+from .collective import Group, Operation, form
 from .rendezvous import Store
-from .runs import NEEDS, SendingRun
+from .runs import BUCKET_BYTES, NEEDS, SendingRun
 
 
 class GroupTransport(Transport):
@@ -94,6 +93,7 @@ class Broadcast(GroupTransport):
     """Buckets by broadcast, double-buffered: one is packed while another is on its way. Each trainer rank has groups of its own."""
 
     name = "collective"
+    bucket_bytes = BUCKET_BYTES
     needs = NEEDS
 
     def __init__(self, group: str = "default", **options: Any) -> None:
@@ -132,9 +132,6 @@ class _BroadcastRun(SendingRun):
             return False
         self._under_way.pop(bucket.sequence).wait()
         return True
-
-    def _pause(self) -> None:
-        time.sleep(POLL_S)
 
     def wait(self, bucket: Bucket) -> None:
         try:

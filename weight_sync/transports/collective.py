@@ -22,8 +22,6 @@ from ..names import BACKENDS, DEFAULT_TIMEOUT_S, LAYOUTS, GroupError
 from .rendezvous import Store, meet, words
 
 CUT_TAG = 0x7FFFFF
-POLL_S = 0.0005
-"""between two looks at operations that are under way"""
 
 
 class Work(Protocol):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..manifest import Bucket, ChunkError
 from ..names import DEFAULT_TIMEOUT_S, GroupError
-from .collective import POLL_S, Group, Operation, form
+from .collective import Group, Operation, form
 from .rendezvous import Store
-from .runs import OneByOne, TakingRun
+from .runs import POLL_S, OneByOne, TakingRun
 
 MAX_GROUPS = 64
 GUARD_BYTES = 16

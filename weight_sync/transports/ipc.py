@@ -25,7 +25,7 @@ from ..manifest import Bucket
 from .base import Transport
 from .cuda_ipc import CudaRuntime, DeviceMapping, DevicePool, IpcError
 from .notes import Notes, ReadNotes
-from .runs import NEEDS, SendingRun, TakingRun
+from .runs import BUCKET_BYTES, NEEDS, SendingRun, TakingRun
 
 _ALIGN_BYTES = 1 << 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -105,6 +105,7 @@ class SharedBuffers(Transport):
 
     name = "ipc"
     num_buffers = 2
+    bucket_bytes = BUCKET_BYTES
     needs = NEEDS
 
     def __init__(self, device: torch.device | str = "cpu", *, runtime: Callable[[], CudaRuntime] = CudaRuntime) -> None:
@@ -161,14 +162,9 @@ class _NotedRun(SendingRun):
         self._notes.ready(bucket.sequence, self._offset(index))
 
     def _is_free(self, bucket: Bucket) -> bool:
-        return bucket.sequence < max(self._taken, self._answered)
-
-    def _pause(self) -> None:
-        if (sequence := self._notes.wait()) is not None:
+        while (sequence := self._notes.taken()) is not None:
             self._taken = max(self._taken, sequence + 1)
-
-    def _wake(self) -> None:
-        self._notes.wake()
+        return bucket.sequence < max(self._taken, self._answered)
 
     def close(self) -> None:
         self._notes.close()

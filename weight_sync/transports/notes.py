@@ -2,27 +2,28 @@
 
 The engine opens them through /proc/PID/fd, like the memory that the notes are about: they have no name, and end with the sender. A note
 comes whole, and what was written to the memory before it is there for whoever has read it, as either takes a call of the system.
+
+Both ends look for notes every POLL_S. To wait in a read would be quicker, but the kernel then lets the reader go on where the writer runs,
+on the same core (a pipe's wake-up promises that the writer is about to sleep), and a sync takes half again as long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import stat
 import struct
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from .cuda_ipc import IpcError
+from .runs import POLL_S
 
 _READY = struct.Struct("<qq")
 """sequence, and where in the memory offered"""
 _TAKEN = struct.Struct("<q")
-"""sequence; or _WAKE"""
-_WAKE = -1
+"""sequence"""
 
 
 class Notes:
@@ -30,8 +31,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._ready, self._taken = os.pipe(), os.pipe()
-        self._lock = threading.Lock()
-        self._closed = False
+        os.set_blocking(self._taken[0], False)
 
     def offer(self) -> dict[str, Any]:
         """What the engine finds them by; the inode tells them from others that took their numbers."""
@@ -41,23 +41,15 @@ class Notes:
         """That bucket is packed, and lies there."""
         os.write(self._ready[1], _READY.pack(sequence, offset))
 
-    def wait(self) -> int | None:
-        """The number of a bucket that the engine has taken in, or None after `wake`. Waits for either."""
-        (sequence,) = _TAKEN.unpack(os.read(self._taken[0], _TAKEN.size))
-        return None if sequence == _WAKE else sequence
-
-    def wake(self) -> None:
-        """From any thread."""
-        with self._lock:
-            if not self._closed:
-                os.write(self._taken[1], _TAKEN.pack(_WAKE))
+    def taken(self) -> int | None:
+        """The sequence of a bucket that the engine says it has taken in; None if there is no note."""
+        raw = _read(self._taken[0], _TAKEN.size)
+        return None if raw is None else int(_TAKEN.unpack(raw)[0])
 
     def close(self) -> None:
-        """An engine that waits for a note is told that there will be none."""
-        with self._lock:
-            ends, self._closed = () if self._closed else (*self._ready, *self._taken), True
-            for fd in ends:
-                os.close(fd)
+        """An engine that looks for a note sees that there will be none."""
+        for fd in (*self._ready, *self._taken):
+            os.close(fd)
 
 
 class ReadNotes:
@@ -78,8 +70,6 @@ class ReadNotes:
         except BaseException:
             os.close(self._ready)
             raise
-        self._poll = select.poll()
-        self._poll.register(self._ready, select.POLLIN)
 
     def next(self, sequence: int, patience_s: float) -> int | None:
         """Where that bucket lies; None if the sender does not say so in time. Notes of earlier ones are passed over.
@@ -88,16 +78,17 @@ class ReadNotes:
             IpcError: the sender has gone on without it, or is gone.
         """
         until = time.monotonic() + patience_s
-        while self._poll.poll(max(0.0, until - time.monotonic()) * 1e3):
-            raw = os.read(self._ready, _READY.size)
+        while (raw := _read(self._ready, _READY.size)) is not None or time.monotonic() < until:
+            if raw is None:
+                time.sleep(POLL_S)
+                continue
             if len(raw) < _READY.size:
                 raise IpcError(f"the sender ended before chunk {sequence}")
             number, offset = _READY.unpack(raw)
             if number > sequence:
                 raise IpcError(f"the sender has chunk {number} ready, but {sequence} has not come")
             if number == sequence:
-                found: int = offset
-                return found
+                return int(offset)
         return None
 
     def taken(self, sequence: int) -> None:
@@ -110,6 +101,14 @@ class ReadNotes:
     def close(self) -> None:
         os.close(self._ready)
         os.close(self._taken)
+
+
+def _read(fd: int, nbytes: int) -> bytes | None:
+    """A note; None if there is none, and b"" if nobody is left who could write one."""
+    try:
+        return os.read(fd, nbytes)
+    except BlockingIOError:
+        return None
 
 
 def _open(pid: int, told: Any, how: int) -> int:

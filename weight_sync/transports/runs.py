@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -15,8 +16,12 @@ from typing import Any, Protocol
 from ..control import UpdateControl, UpdateError
 from ..manifest import Bucket
 
+POLL_S = 0.0003
+"""between two looks at what is under way"""
 PATIENCE_S = 0.2
 """how long an engine waits within a call for what is not ready"""
+BUCKET_BYTES = 8 << 20
+"""without a call for each they can be small: the less, the sooner the engine begins, and the more of it is still in the caches"""
 NEEDS = ("weights.chunks.count",)
 """what a server can that takes such calls"""
 CALL_S = 1.0
@@ -69,7 +74,7 @@ class SendingRun(abc.ABC):
         """Until its buffer is free. Raises what ended the call, if that was an error."""
         while not self._is_free(bucket):
             self._go_on()
-            self._pause()
+            time.sleep(POLL_S)
         while bucket.sequence + 1 == self._count > self._answered:  # the last one: the engine is to say so itself
             self._go_on()
             if self._call is not None:
@@ -91,7 +96,6 @@ class SendingRun(abc.ABC):
             self._answered += taken
         if self._answered < self._handed:
             self._call = self._submit(self._ask, self._answered)
-            self._call.add_done_callback(lambda call: self._wake())
 
     @abc.abstractmethod
     def _tell(self, bucket: Bucket, index: int) -> None:
@@ -100,11 +104,3 @@ class SendingRun(abc.ABC):
     @abc.abstractmethod
     def _is_free(self, bucket: Bucket) -> bool:
         """Whether its buffer is not needed any more."""
-
-    @abc.abstractmethod
-    def _pause(self) -> None:
-        """Until a buffer may be free, or `_wake`."""
-
-    def _wake(self) -> None:
-        """A call is over. From another thread."""
-        return
