@@ -43,6 +43,7 @@ class Transport(Protocol):
 
     def send(self, control: UpdateControl, update_id: str, bucket: Bucket, index: int) -> None:
         """Hand buffer `index` over to one engine; returns once the engine has taken it in. Only where there is no `run`."""
+        return
 
     def run(
         self, control: UpdateControl, submit: Callable[..., Future[Any]], update_id: str, sender: int, count: int
