@@ -72,7 +72,7 @@ class ReplayReport:
     columns: dict[str, list[int]] = field(default_factory=dict)
     """[equal values, values] by column"""
     empty: int = 0
-    """samples without a token: nothing of them can be compared"""
+    """samples without a token or a scored prompt: nothing of them can be compared"""
     skipped: Counter[str] = field(default_factory=Counter)
     """lines passed over, by reason"""
     first_mismatch: Mismatch | None = None
@@ -162,8 +162,10 @@ class Replayer:
         if len(record.weights) > 1:
             each = " and ".join(f"{version} ({digest or 'digest unknown'})" for version, digest in sorted(record.weights.items()))
             yield f"spans the weight versions {each}: no one set of weights gives it again"
-        if any(span.get("mixed_kv") for span in record.weight_versions):
+        if record.prompt_mixed_kv or any(span.get("mixed_kv") for span in record.weight_versions):
             yield "was made in part on a KV cache of older weights: no one set of weights gives it again"
+        if record.has_values and not record.weights:
+            yield "holds values, and does not say which weights gave them"
         for version, digest in record.weights.items():
             if digest is None:
                 yield f"does not say which weights its version {version} was: they changed before their digest was taken"
@@ -198,7 +200,7 @@ class Replayer:
             self.report.skipped[str(error).partition(" ")[2].partition(" ")[2]] += 1
             self._on_refusal(error)
             return
-        if not record.token_ids and not record.prompt_logprobs:
+        if not record.has_values:
             self.report.empty += 1
             return
         self._records[request.request_id] = record

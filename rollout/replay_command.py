@@ -48,6 +48,10 @@ def replay_file(args: argparse.Namespace, flags: dict[str, Any]) -> int:
     def records() -> Iterator[TraceRecord]:
         return islice(read_trace(args.file, on_error=skips), args.limit)
 
+    def seen(last: int) -> Iterator[TraceRecord]:
+        """Those that were looked at: a trace that is still written to grows meanwhile, and what was skipped stays so."""
+        return (record for record in read_trace(args.file, on_error=skips, last_line=last) if record.line not in skips.lines)
+
     first = next(records(), None)
     if first is None:
         raise TraceError(f"no line of {args.file} can be read: {next(iter(skips.lines.values()))}")
@@ -55,12 +59,14 @@ def replay_file(args: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     with Engine(config_for(first, flags)) as engine:
         replayer = Replayer(engine, forced=args.forced, on_refusal=skips)
+        last = 0
         for record in records():
+            last = record.line
             try:
                 replayer.check(record)
             except TraceError as error:
                 skips(TraceError(f"{args.file}, {error}", error.line))
-        report = replayer.run(records())
+        report = replayer.run(seen(last))
     if args.json:
         print(json.dumps(jsonable({"file": str(args.file), **report.to_dict(), "skipped": list(skips.lines.values())})))
     else:

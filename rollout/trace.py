@@ -13,6 +13,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 from ..kernels.sampling_mask import SamplingMask
@@ -66,7 +67,7 @@ class TraceRecord:
     """in effect"""
     sample_index: int
     weights: dict[int, str | None]
-    """digest of the weights by version (`weights_digest`), of those that made its tokens; None if it was not taken in time"""
+    """digest by version (`weights_digest`) of the weights that gave its values, the prompt's too; None if it was not taken in time"""
     weight_versions: list[dict[str, int]]
     """spans {"version", "start", "end"} over its tokens"""
     token_ids: list[int]
@@ -82,6 +83,8 @@ class TraceRecord:
     include: tuple[str, ...] = ()
     """the columns asked for"""
     prompt_logprobs_start: int = 0
+    prompt_mixed_kv: bool = False
+    """whether some of `prompt_logprobs` were computed behind KV of older weights"""
     continue_from: tuple[int, ...] = ()
     """output tokens that were given"""
     forced_token_ids: tuple[int, ...] = ()
@@ -98,13 +101,21 @@ class TraceRecord:
     others: dict[str, Any] = field(default_factory=dict)
     """fields that this version does not know"""
 
+    @property
+    def has_values(self) -> bool:
+        """Whether it holds anything that weights gave."""
+        return bool(self.token_ids) or any(value is not None for value in self.prompt_logprobs or ())
 
-def read_trace(path: str | os.PathLike[str], *, on_error: Callable[[TraceError], None] | None = None) -> Iterator[TraceRecord]:
+
+def read_trace(
+    path: str | os.PathLike[str], *, on_error: Callable[[TraceError], None] | None = None, last_line: int | None = None
+) -> Iterator[TraceRecord]:
     """The samples of a trace, in the order in which they were written.
 
     Args:
         path: of the file.
         on_error: is told of a line that cannot be read, which is then passed over; without it the error is raised.
+        last_line: read no further than this one (from 1); by default to the end, which is that of the file when it is come to.
 
     Raises:
         TraceError: there is no such file, it is a folder, or empty; or a line is torn, malformed or of a newer format.
@@ -117,7 +128,7 @@ def read_trace(path: str | os.PathLike[str], *, on_error: Callable[[TraceError],
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from None
     with file:
         number = 0
-        for number, text in enumerate(file, 1):
+        for number, text in enumerate(islice(file, last_line), 1):
             try:
                 record = _record(text, number, path)
             except TraceError as error:
@@ -126,7 +137,7 @@ def read_trace(path: str | os.PathLike[str], *, on_error: Callable[[TraceError],
                 on_error(error)
                 continue
             yield record
-    if not number:
+    if not number and last_line != 0:
         raise TraceError(f"{path} is empty: no sample was written to it")
 
 

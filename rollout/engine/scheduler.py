@@ -237,6 +237,8 @@ class Scheduler(Planner):
     def _score(self, seq: Sequence, chunk: Chunk, row: int, result: StepResult) -> None:
         """Values of prompt and given tokens, from forced rows."""
         prompt_tokens = len(seq.request.prompt)
+        if chunk.num_forced and chunk.first_row < prompt_tokens:
+            seq.request.scored_prompt(result.version, seq.epoch != self.blocks.epoch)
         for token_index in range(chunk.first_row, chunk.first_row + chunk.num_forced):
             if token_index < prompt_tokens:
                 assert seq.request.prompt_logprobs is not None

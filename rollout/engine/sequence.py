@@ -20,6 +20,8 @@ class StopMatcher(Protocol):
 
 
 StopMatcherFactory = Callable[[tuple[str, ...]], StopMatcher]
+PromptVersions = tuple[tuple[int, bool], ...]
+"""weight versions that gave the prompt's logprobs, each with whether that was behind KV of older weights"""
 
 
 class Ending:
@@ -63,6 +65,7 @@ class Request:
         "pending",
         "prompt",
         "prompt_logprobs",
+        "prompt_versions",
         "seed",
         "sequences",
         "shared_columns",
@@ -93,6 +96,7 @@ class Request:
         self.prompt_logprobs: list[float | None] | None = None
         if "prompt_logprobs" in spec.include:
             self.prompt_logprobs = [] if spec.prompt_logprobs_start else [None]
+        self.prompt_versions: PromptVersions = ()
         self.live = params.n
         self.pending = params.n
         self.next_index = 0
@@ -156,6 +160,12 @@ class Request:
         """Forget the prompt's logprobs if no KV and no token stands behind them: other weights give all of them, not some."""
         if self.prompt_logprobs and not any(seq.slot >= 0 or seq.columns.logprobs for seq in self.sequences.values()):
             del self.prompt_logprobs[0 if self.spec.prompt_logprobs_start else 1 :]
+            self.prompt_versions = ()
+
+    def scored_prompt(self, version: int, mixed_kv: bool) -> None:
+        """Weights of this version gave some of the prompt's logprobs."""
+        if (version, mixed_kv) not in self.prompt_versions:
+            self.prompt_versions += ((version, mixed_kv),)
 
     def next_sequence(self) -> Sequence:
         """The next of the n samples that has none yet."""

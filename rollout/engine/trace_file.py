@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 
 from ..errors import ConfigError, show
@@ -16,12 +18,16 @@ log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 """read in one go when the last line's begin is looked for"""
+LOCK_S = 5.0
+"""how long another engine may write, or whoever else holds the file's lock, before the wait for it ends"""
 
 
 class TraceFile:
     """Appends lines, each whole or not at all; while it does, other engines that write to this file wait.
 
-    A half line at the end, which an engine leaves that is killed while it writes, is cut off when the file is opened.
+    A half line at the end, which an engine leaves that is killed while it writes, is cut off when the file is opened. On a file system
+    without locks an engine must have the file for itself; there, or where cutting fails too, what a full disk leaves of a line stays,
+    as a line of its own that a reader names.
 
     Raises:
         ConfigError: the file cannot be written to, or holds something else.
@@ -29,6 +35,8 @@ class TraceFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._is_torn = False
+        """what is written next would stand behind a half line"""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
@@ -41,21 +49,38 @@ class TraceFile:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise ConfigError(f"trace: cannot write to {path}: {error.strerror}") from None
+                raise ConfigError(f"trace: cannot write to {path}: {error.strerror or error}") from None
             raise
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
-        """While no other engine writes; yields whether that is sure (not all file systems have locks)."""
+        """While no other engine writes; yields whether that is sure (not all file systems have locks).
+
+        Raises:
+            OSError: somebody holds the lock for longer than LOCK_S.
+        """
+        is_locked = self._lock()
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        try:
-            yield True
+            yield is_locked
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if is_locked:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _lock(self) -> bool:
+        deadline, pause_s = time.monotonic() + LOCK_S, 0.0002
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    words = f"another process has held its lock (flock) for {LOCK_S:g} s"
+                    raise OSError(errno.EWOULDBLOCK, words) from None
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+            except OSError:
+                return False
+            else:
+                return True
 
     def _mend(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -75,17 +100,26 @@ class TraceFile:
             os.ftruncate(self._fd, end)
 
     def append(self, line: bytes) -> None:
-        """Raises OSError; then nothing of the line is in the file."""
+        """Raises OSError; then the line is not in the file, but for what the class says of half ones."""
         with self._alone() as sure:
             end = os.lseek(self._fd, 0, os.SEEK_END)
-            done = 0
+            text, done = b"\n" + line if self._is_torn else line, 0
             try:
-                while done < len(line):
-                    done += os.write(self._fd, line[done:] if done else line)
+                while done < len(text):
+                    done += os.write(self._fd, text[done:] if done else text)
             except OSError:
-                if done and sure:
-                    os.ftruncate(self._fd, end)
+                if done and not (sure and self._cut(end)):
+                    self._is_torn = text[done - 1 : done] != b"\n"
                 raise
+            self._is_torn = False
+
+    def _cut(self, end: int) -> bool:
+        """Whether the file is as it was."""
+        try:
+            os.ftruncate(self._fd, end)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         os.close(self._fd)

@@ -13,7 +13,8 @@ from ..wire import is_array, is_mask, unpack_array
 from .config import EngineConfig
 from .params import SamplingParams
 from .runner_info import RunnerInfo
-from .sequence import Request
+from .sequence import PromptVersions, Request
+from .types import RolloutRequest
 
 FORMAT = 1
 """of a line; a reader refuses newer ones"""
@@ -63,6 +64,19 @@ def _dump(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
+def weight_versions(output: Mapping[str, Any], prompt_versions: PromptVersions) -> list[int]:
+    """Of all weights that the values of a line depend on: its tokens', and its prompt's if it holds those.
+
+    Args:
+        output: a final one as `output_to_wire` gives it.
+        prompt_versions: see `Request`.
+    """
+    versions = {span["version"] for span in output["weight_versions"]}
+    if output.get("prompt_logprobs") is not None:
+        versions |= {version for version, _ in prompt_versions}
+    return sorted(versions)
+
+
 class LineMaker:
     """Writes the lines of one engine. What the samples of a request share is written out once."""
 
@@ -84,21 +98,26 @@ class LineMaker:
         if options := {name: value for name, value in options.items() if value != defaults[name]}:
             facts["options"] = options
         self._facts = _dump(facts)[:-1]
-        self._request: Request | None = None
+        self._spec: RolloutRequest | None = None
+        """the last one; not its Request, which may lead to the engine and keep it alive"""
         self._shared = ""
 
-    def line(self, request: Request, output: Mapping[str, Any], digests: Mapping[int, str]) -> bytes:
+    def line(
+        self, request: Request, output: Mapping[str, Any], digests: Mapping[int, str], prompt_versions: PromptVersions = ()
+    ) -> bytes:
         """A line, its end included.
 
         Args:
             output: a final one as `output_to_wire` gives it.
+            prompt_versions: of the request, as they were when the sample ended.
             digests: of the weights, by version; one that is not known is null in the line.
         """
-        if request is not self._request:
-            self._request, self._shared = request, self._of_request(request)
+        if request.spec is not self._spec:
+            self._spec, self._shared = request.spec, self._of_request(request)
         own: list[str] = [f'"seed":{request.seed}', f'"sample_index":{output["sample_index"]}']
-        versions = {span["version"] for span in output["weight_versions"]}
-        own.append(f'"weights":{_dump({str(v): digests.get(v) for v in sorted(versions)})}')
+        own.append(f'"weights":{_dump({str(v): digests.get(v) for v in weight_versions(output, prompt_versions)})}')
+        if output.get("prompt_logprobs") is not None and any(mixed for _, mixed in prompt_versions):
+            own.append('"prompt_mixed_kv":true')
         for name, value in output.items():
             if is_array(value):
                 own.append(f'"{name}":{array_to_json(value, *(("null",) if name == "prompt_logprobs" else ()))}')

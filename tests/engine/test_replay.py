@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from live import OPTIONS, PROMPT, finish, request, steps, sync, write_versions
 from real_engine import COLUMNS, changed, make_requests, prompt
 from rollsync import Engine, IllegalState, read_trace, replay
 from rollsync.rollout.cli import main
-from rollsync.rollout.replay import ReplayReport
+from rollsync.rollout.replay import Replayer, ReplayReport
 from rollsync.rollout.selftest.model import write_model
 from rollsync.rollout.trace import TraceError
 
@@ -50,6 +51,14 @@ def trace(versions: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
         steps(engine, 7)
         engine.abort("cut off", reason="enough")
     return path
+
+
+def written(engine: Engine, lines: int) -> None:
+    """Wait for them: with it the digest of their weights was taken, and new ones may come."""
+    deadline = time.monotonic() + 10
+    while engine.stats()["trace_lines"] < lines:
+        assert time.monotonic() < deadline, engine.stats()
+        time.sleep(0.01)
 
 
 def run(trace: Path, model: str, *, forced: bool = False, **options: Any) -> ReplayReport:
@@ -151,6 +160,7 @@ REFUSALS: list[tuple[str, Edit | None, list[str], list[str]]] = [
     ("spans", lambda wire: wire.update(weights={"3": "aa", "4": "bb"}), [], ["spans the weight versions 3 (aa) and 4 (bb)"]),
     ("kv", lambda wire: wire["weight_versions"][0].update(mixed_kv=1), [], ["KV cache of older weights"]),
     ("unknown", lambda wire: wire.update(weights={"6": None}), [], ["which weights its version 6 was"]),
+    ("no weights", lambda wire: wire.update(weights={}), [], ["holds values, and does not say which weights gave them"]),
     ("context", None, ["--max-model-len", "16"], ["cannot be computed by this engine", "16"]),
     ("limit", None, ["--limit", "0"], ["--limit must be at least 1"]),
 ]
@@ -202,6 +212,7 @@ def test_after_an_update_each_sample_is_replayed_by_its_own_weights(versions: li
     with Engine(versions[0], trace=path, **OPTIONS) as engine:
         engine.add_request(request("old", include=COLUMNS))
         finish(engine)
+        written(engine, 1)
         for name, policy in (("kept", "keep"), ("computed anew", "recompute")):
             engine.add_request(request(name, prompt=(*PROMPT, len(name)), max_tokens=30))
             steps(engine, 6)
@@ -218,3 +229,47 @@ def test_after_an_update_each_sample_is_replayed_by_its_own_weights(versions: li
         assert sorted(lines[error.line - 1] for error in refused if error.line) == sorted({"old", "kept", "computed anew", "new"} - {name})
         assert sum("spans the weight versions" in str(error) for error in refused) == 2
         assert sum("was made by weights" in str(error) for error in refused) == 1
+
+
+def test_a_prompt_that_was_only_scored_is_replayed_by_its_own_weights(versions: list[str], tmp_path: Path) -> None:
+    path, scored = tmp_path / "prompts.jsonl", {"max_tokens": 0, "include": ("prompt_logprobs",)}
+    with Engine(versions[0], trace=path, **{**OPTIONS, "max_batch_tokens": 8, "prefix_cache": False}) as engine:
+        engine.add_request(request("old", **scored))
+        finish(engine)
+        written(engine, 1)
+        for name, policy, start in (("two", "keep", 0), ("behind old KV", "keep", 12), ("anew", "recompute", 0)):
+            engine.add_request(request(name, prompt_logprobs_start=start, **scored))
+            steps(engine, 1)
+            sync(engine, versions[1], kv_policy=policy)
+            finish(engine)
+        engine.add_request(request("nothing", prompt=(5,), **scored))
+        finish(engine)
+    found = {r.request_id: r for r in read_trace(path)}
+    assert {name: list(r.weights) for name, r in found.items()} == {
+        "old": [0], "two": [0, 1], "behind old KV": [2], "anew": [3], "nothing": [],
+    }  # fmt: skip
+    assert [name for name, r in found.items() if r.prompt_mixed_kv] == ["two", "behind old KV"]
+    for folder, wanted in ((versions[0], "old"), (versions[1], "anew")):
+        refused: list[TraceError] = []
+        with Engine(folder, **OPTIONS) as engine:
+            report = replay(read_trace(path), engine, on_refusal=refused.append)
+        assert report.all_equal and (report.samples, report.empty, len(refused)) == (1, 1, 3)
+        assert found[wanted].line not in {error.line for error in refused}
+
+
+def test_a_trace_that_grows_is_replayed_as_far_as_it_was_looked_at(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, lines, compute = tmp_path / "growing.jsonl", trace.read_bytes().splitlines(keepends=True), Replayer.run
+    bad = json.dumps({**json.loads(lines[0]), "weights": {"0": "00"}}).encode()
+
+    def grown(self: Replayer, records: Any) -> ReplayReport:
+        path.write_bytes(b"".join(lines[:4]) + bad + b"\nno JSON\n")
+        return compute(self, records)
+
+    monkeypatch.setattr(Replayer, "run", grown)
+    for half, flags in ((b"", []), (lines[3][:100], ["--skip"])):
+        path.write_bytes(b"".join(lines[:3]) + half)
+        assert main(["replay", str(path), *FLAGS, *flags]) == 0
+        out = capsys.readouterr().out
+        assert "2 samples" in out and "without a token: 1" in out and out.count("skipped: 1 lines") == len(flags)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import json
 import logging
 import math
@@ -10,6 +12,7 @@ import random
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ import pytest
 from fake_runner import make_info
 from live import OPTIONS, PROMPT, finish, request, sync, write_versions
 from real_engine import bits, make_requests
-from rollsync import ConfigError, Engine, IllegalState, read_trace
-from rollsync.rollout.engine import trace_file, trace_writer
+from rollsync import ConfigError, Engine, EngineDead, IllegalState, read_trace
+from rollsync.rollout.engine import trace_file, trace_thread, trace_writer
 from rollsync.rollout.engine.outputs import output_to_wire
 from rollsync.rollout.engine.trace_file import TraceFile
 from rollsync.rollout.engine.trace_line import LineMaker, weights_digest
@@ -177,23 +180,91 @@ def test_a_disk_that_hangs_holds_up_nobody(engine: Engine, path: Path, monkeypat
     assert stats["trace_lines"] + stats["trace_dropped_lines"] == 40 and len(list(read_trace(path))) == stats["trace_lines"]
 
 
-def test_engines_share_a_file_and_a_torn_end_is_mended(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    line = b'{"rollsync_trace":1,"x":"' + b"y" * 40_000 + b'"}\n'
-    path.write_bytes(line + line[:500])
+def test_a_slow_disk_is_told_of_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, turns = TraceFile.append, threading.Semaphore(0)
+    monkeypatch.setattr(TraceFile, "append", lambda self, line: (turns.acquire(timeout=20), real(self, line)))
+    monkeypatch.setattr(trace_writer, "WAITING_BYTES", 3_000)
+    for i in range(20):  # one line is written for some that come
+        run(engine, request(f"r{i}", n=4))
+        turns.release()
+        until(lambda i=i: engine.stats()["trace_lines"] == i + 1)  # type: ignore[misc]
+    assert engine.stats()["trace_dropped_lines"] > 40
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+    turns.release(10**6)
+    until(lambda: sum(engine.stats()[f"trace_{name}lines"] for name in ("", "dropped_")) == 80)
+    run(engine, request("well"))
+    engine.close()
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(said) == 2 and "samples are not in it" in said[1]
 
-    def write() -> None:
-        file = TraceFile(str(path))
-        for _ in range(50):
-            file.append(line)
-        file.close()
 
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert path.read_bytes() == line * 201
-    assert "its 500 bytes are cut off" in caplog.text
+def test_what_waits_is_bounded_masks_included(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(TraceFile, "append", lambda self, line: hangs.wait(20))
+    monkeypatch.setattr(trace_writer, "WAITING_BYTES", 9_000)  # a mask of these has some 1,000 bytes
+    run(engine, *(request(f"r{i}", top_p=0.99, temperature=2.0, max_tokens=40, include=("sampling_mask",)) for i in range(6)))
+    assert engine.stats()["trace_dropped_lines"] > 1
+    hangs.set()
+
+
+def test_trouble_ends_neither_the_thread_nor_the_count(
+    engine: Engine, versions: list[str], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(read: Any) -> None:
+        raise EngineDead("rank 1 did not answer in 60 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.control, "_read_live", dead)
+        sync(engine, versions[1])
+        run(engine, request("a"))
+        until(lambda: engine.stats()["trace_lines"] == 1)
+    hangs, real = threading.Event(), TraceFile.append
+    monkeypatch.setattr(TraceFile, "append", lambda self, line: (hangs.wait(20), real(self, line)))
+    monkeypatch.setattr(trace_thread, "CLOSE_S", 0.1)
+    run(engine, *(request(f"b{i}") for i in range(5)))
+    engine.close()
+    assert engine.stats() | {"trace_lines": 1, "trace_dropped_lines": 5} == engine.stats()
+    hangs.set()
+    until(lambda: engine.stats() | {"trace_lines": 2, "trace_dropped_lines": 4} == engine.stats())  # it was amid this one
+    assert next((r.request_id, r.weights) for r in read_trace(path)) == ("a", {1: None})
+
+
+def test_an_engine_that_is_dropped_is_freed_and_its_trace_written(versions: list[str], path: Path) -> None:
+    engine = Engine(versions[0], trace=path, **OPTIONS)
+    engine._stop_matcher = lambda stops, engine=engine: Watcher(engine)  # type: ignore[misc]  # what a request leads to
+    run(engine, *(request(f"r{i}", stop=("x",)) for i in range(3)))
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    until(lambda: gone() is None or gc.collect() < 0)
+    until(lambda: not any(t.name == "rollsync-trace" for t in threading.enumerate()))
+    assert len(list(read_trace(path))) == 3
+
+
+class Watcher:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def push(self, token_id: int) -> str | None:
+        return None
+
+
+def test_a_lock_that_others_hold_is_waited_for_but_not_for_ever(
+    engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trace_file, "LOCK_S", 0.1)
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"trace\.jsonl: another process has held its lock \(flock\) for 0.1 s"):
+            TraceFile(str(path))
+        run(engine, request("lost"))
+        until(lambda: engine.stats()["trace_dropped_lines"] == 1)
+        assert "held its lock" in caplog.text
+    run(engine, request("kept"))
+    engine.close()
+    assert [r.request_id for r in read_trace(path)] == ["kept"]
 
 
 def test_what_cannot_be_a_trace_is_refused_by_name(tmp_path: Path, versions: list[str]) -> None:
