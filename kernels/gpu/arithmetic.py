@@ -86,7 +86,7 @@ def ln64(x):
     bits = x.to(tl.int64, bitcast=True)
     k = ((bits >> 52) - 1023).to(tl.float64)
     f = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
-    high = f > _SQRT2
+    high = f > (tl.zeros_like(f) + _SQRT2)  # a bare constant would be compared as a float32
     k = tl.where(high, k + 1.0, k)
     f = tl.where(high, f * 0.5, f)
     one = tl.zeros_like(f) + 1.0

@@ -111,11 +111,16 @@ def units(tensor: Tensor, dim: int = 0) -> int:
     return tensor.stride(dim) * tensor.element_size() // ALIGN
 
 
-def rows_like(x_MN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised [M, N] whose rows begin at multiples of 16 bytes, by default of the same dtype."""
-    dtype = dtype or x_MN.dtype
-    unit, (m, n) = ALIGN // dtype.itemsize, x_MN.shape
-    return torch.empty(m, cdiv(n, unit) * unit, dtype=dtype, device=x_MN.device)[:, :n]
+def aligned_room(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised [m, n] whose rows begin at multiples of 16 bytes."""
+    unit = ALIGN // dtype.itemsize
+    return torch.empty(m, cdiv(n, unit) * unit, dtype=dtype, device=device)[:, :n]
+
+
+def rows_like(x_MN: Tensor) -> Tensor:
+    """An uninitialised tensor of the shape and dtype of `x_MN` whose rows begin at multiples of 16 bytes."""
+    m, n = x_MN.shape
+    return aligned_room(m, n, x_MN.dtype, x_MN.device)
 
 
 def aligned_rows(x_MN: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arithmetic import gate, round_to
-from .launch import Variant, cdiv, check, check_rows, dtype_name, launch, pointer, units
+from .launch import Variant, aligned_room, cdiv, check, check_rows, dtype_name, launch, pointer, units
 
 MAX_SHARDS = 16
 GATES = {"silu": False, "gelu_tanh": True}
@@ -231,9 +231,10 @@ def _check_shapes(op: str, x_MK: Tensor, w_NK: Tensor, shards: int) -> tuple[int
     return m, n, k
 
 
-def _out(op: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+def _out(op: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """`out`, or room of which rows begin at multiples of 16 bytes: kernels count strides in those."""
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=like.device)
+        return aligned_room(*shape, dtype, like.device)
     check(op, out.shape == shape and out.dtype == dtype, f"out must be {[*shape]} {dtype}, got {[*out.shape]} {out.dtype}")
     check_rows(op, out=out)
     return out

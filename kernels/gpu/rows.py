@@ -182,6 +182,16 @@ def _norm(
     return out
 
 
+def _packed(op: str, out: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor:
+    """`out`, or room, of which rows lie one right behind another, however long."""
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    fits = out.shape == shape and out.dtype == like.dtype
+    check(op, fits, f"out must be {[*shape]} {like.dtype}, got {[*out.shape]} {out.dtype}")
+    check_vectors(op, out=out)
+    return out
+
+
 def _dummy(x: Tensor) -> Tensor:
     """An int32 argument that is not read."""
     return x.view(torch.int32) if x.is_contiguous() else x[0].view(torch.int32)
@@ -225,8 +235,7 @@ def embed(ids_T: Tensor, weight_VD: Tensor, scale: float = 1.0, *, out: Tensor |
     check("embed", ids_T.dtype == torch.int32 and ids_T.ndim == 1, f"ids must be [T] int32, got {[*ids_T.shape]} {ids_T.dtype}")
     check_vectors("embed", ids=ids_T, weight=weight_VD)
     check_rows("embed", weight=weight_VD)
-    out = _out("embed", out, (len(ids_T), d), dtype, weight_VD)
-    check_vectors("embed", out=out)
+    out = _packed("embed", out, (len(ids_T), d), weight_VD)
     variant = embed_variant(d, dtype)
     launch(variant, (len(ids_T), cdiv(d, variant.constants["BLOCK"])), ids_T, weight_VD, out, len(ids_T), _rounded(scale, dtype))
     return out
@@ -249,8 +258,7 @@ def gated(gate_TN: Tensor, up_TN: Tensor, activation: str, *, out: Tensor | None
     check("gated", gate_TN.dtype == up_TN.dtype, f"gate is {gate_TN.dtype}, up is {up_TN.dtype}")
     check("gated", activation in GATES, f"activation must be one of {', '.join(GATES)}, got {activation!r}")
     check_rows("gated", gate=gate_TN, up=up_TN)
-    out = _out("gated", out, tuple(gate_TN.shape), gate_TN.dtype, gate_TN)
-    check_vectors("gated", out=out)
+    out = _packed("gated", out, (len(gate_TN), gate_TN.shape[1]), gate_TN)
     (t, n), variant = gate_TN.shape, gated_rows_variant(gate_TN.shape[1], gate_TN.dtype, activation)
     launch(variant, (t, cdiv(n, 1024)), gate_TN, up_TN, out, t, units(gate_TN), units(up_TN))
     return out
@@ -258,7 +266,7 @@ def gated(gate_TN: Tensor, up_TN: Tensor, activation: str, *, out: Tensor | None
 
 def softcap(x_RV: Tensor, cap: float, *, out: Tensor | None = None) -> Tensor:
     """`cap * tanh(x / cap)`, each step rounded to the dtype: [R, V]. `out` may be `x_RV`, and must have its strides."""
-    out = _out("softcap", out, tuple(x_RV.shape), x_RV.dtype, x_RV) if out is not None else torch.empty_strided(
+    out = _out("softcap", out, (len(x_RV), x_RV.shape[1]), x_RV.dtype, x_RV) if out is not None else torch.empty_strided(
         x_RV.shape, x_RV.stride(), dtype=x_RV.dtype, device=x_RV.device
     )  # fmt: skip
     check("softcap", out.stride() == x_RV.stride(), f"out has strides {out.stride()}, x has {x_RV.stride()}")

@@ -16,7 +16,7 @@ from ..spec import effective_shards
 from . import attention as paged
 from .arithmetic import gate
 from .kv import GpuKvLayout
-from .launch import Variant, aligned_rows, cdiv, check, dtype_name, launch, pointer, rows_like
+from .launch import Variant, aligned_rows, cdiv, check, dtype_name, launch, pointer
 from .linear import GATES, linear
 from .rows import rmsnorm, softcap
 
@@ -59,9 +59,7 @@ class GpuTrainerOps:
     def linear(self, x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, shards: int, wide: bool) -> Tensor:
         """`x W^T + bias`: [M, N], `wide`: float32, not rounded to the dtype of `x_MK`."""
         bias = None if bias_N is None else _rows(bias_N)
-        n, k = w_NK.shape
-        out = rows_like(x_MK[:, :1].expand(-1, n), torch.float32 if wide else None)
-        return linear(_rows(x_MK), _rows(w_NK), bias, shards=effective_shards(k, shards), float32=wide, out=out)
+        return linear(_rows(x_MK), _rows(w_NK), bias, shards=effective_shards(w_NK.shape[1], shards), float32=wide)
 
     def rmsnorm(self, x_MD: Tensor, weight_D: Tensor, eps: float, one_plus: bool) -> Tensor:
         """As `rows.rmsnorm`."""
