@@ -77,6 +77,18 @@ class Backend:
         return lambda hidden: ops.linear_softcap(hidden, packed, cap) if cap else ops.linear(hidden, packed)
 
 
+def restriction(mask: SamplingMask, row: int) -> tuple[Array | None, Array]:
+    """The ids that a row of a mask allows (None: all below its limit), and those it bans of them: int arrays, ascending.
+
+    What `mask[row]` says in plain Python, quick enough for a trainer's batch, whose rows may each keep half a vocabulary.
+    """
+    words = np.frombuffer(mask.row(row), np.int32)
+    head, rest = int(words[0]), words[1:]
+    if head == BITS:  # (a bool's nonzero is several times faster than a byte's)
+        return np.unpackbits(rest.view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0], rest[:0]
+    return (rest, rest[:0]) if head > ALL else (None, rest)
+
+
 class Rows:
     """How each of T rows is scored. Arguments as for `token_logprobs`, whose `name` errors carry."""
 
@@ -113,15 +125,6 @@ class Rows:
         check(self.name, not wrong.any(), f"{column} must be {what}, got {found[wrong].ravel()[0] if wrong.any() else None}")
         return np.broadcast_to(found.astype(KINDS[column]), (num_rows,))
 
-    @staticmethod
-    def _row_ids(mask: SamplingMask, row: int) -> tuple[Array | None, Array]:
-        """What a row allows (None: everything) and what it bans."""
-        words = np.frombuffer(mask.row(row), np.int32)
-        head, rest = int(words[0]), words[1:]
-        if head == BITS:
-            return np.unpackbits(rest.view(np.uint8), bitorder="little").nonzero()[0], rest[:0]
-        return (rest, rest[:0]) if head > ALL else (None, rest)
-
     def score(self, backend: Backend, piece_TV: Tensor, ids_T: Tensor, first: int, want_entropy: bool, keep: bool) -> Tensor:
         """Logprobs and entropies of the rows from `first` on: [2, rows] float32. Pieces come in order.
 
@@ -134,7 +137,7 @@ class Rows:
         count = len(piece_TV)
         at = slice(first, first + count)
         mask, every = self.mask, (None, np.zeros(0, np.int32))
-        choices = [every if mask is None else self._row_ids(mask, row) for row in range(first, first + count)]
+        choices = [every if mask is None else restriction(mask, row) for row in range(first, first + count)]
         keep = keep and self._truncates
         zeros, none = np.zeros(count, np.uint64), np.zeros(count, np.bool_)
         columns: dict[str, Any] = {column: values[at] for column, values in self._columns.items()}
@@ -163,15 +166,11 @@ class Rows:
         mask = self.mask
         if self._truncates:
             mask, first = SamplingMask.of_rows(self.limit, self._found[first : first + count]), 0
-        for kept_V, row in zip(kept_TV, range(first, first + count) if mask is not None else (), strict=False):
-            assert mask is not None
-            words = np.frombuffer(mask.row(row), np.int32)
-            head, rest = int(words[0]), words[1:]
-            if head == BITS:
-                kept_V[: self.limit] = np.unpackbits(rest.view(np.uint8), count=self.limit, bitorder="little")
-            elif head > ALL:
-                kept_V[:] = False
-                kept_V[rest] = True
-            else:
-                kept_V[rest] = False
+        if mask is not None:
+            for kept_V, row in zip(kept_TV, range(first, first + count), strict=True):
+                allowed, banned = restriction(mask, row)
+                if allowed is not None:
+                    kept_V[:] = False
+                    kept_V[allowed] = True
+                kept_V[banned] = False
         return torch.from_numpy(kept_TV)

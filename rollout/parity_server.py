@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from types import TracebackType
 
 from .client import RolloutClient
@@ -16,6 +18,8 @@ from .errors import ConfigError, EngineDead, RollsyncError
 
 SMALL = ("--max-batch-tokens", "64", "--max-num-seqs", "48", "--num-blocks", "112", "--apply", "in_place")
 """steps that cut prompts into pieces, and a KV pool that has no room for all samples, so that some are preempted"""
+START_S = 600.0
+"""how long a server may take to load its model"""
 _CHILD = """\
 import sys
 from rollsync.rollout.engine.lifeline import killed_with_parent
@@ -83,21 +87,38 @@ class OwnServer:
 
     Raises:
         ConfigError: it refuses to start; with its words.
+        EngineDead: it ends otherwise, or does not listen within START_S; likewise.
     """
 
     def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the server)
         command = [sys.executable, "-c", _CHILD, str(os.getpid()), "serve", model, "--port", "0", *SMALL, *flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
-        assert self._process.stdout is not None
-        found = re.search(r"listening on (http://\S+)", self._process.stdout.readline())
-        if found is None:
-            code = self._process.wait()
-            self._log.seek(0)
-            words = [line for line in self._log.read().splitlines() if line.strip()][-1:]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log)
+        try:
+            self.url = self._listens_at(time.monotonic() + START_S)
+        except BaseException:
             self.close()
-            raise (ConfigError if code == 2 else EngineDead)(f"the server did not start: {' '.join(words).removeprefix('error: ')}")
-        self.url = found.group(1)
+            raise
+
+    def _listens_at(self, deadline: float) -> str:
+        out, text = self._process.stdout, b""
+        assert out is not None
+        while wait([out.fileno()], max(0.0, deadline - time.monotonic())):
+            piece = os.read(out.fileno(), 4096)
+            text += piece
+            if found := re.search(rb"listening on (http://\S+).*\n", text):
+                return found.group(1).decode()
+            if not piece:
+                break
+        try:
+            code = self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise EngineDead(f"the server does not listen after {START_S:g} s; {self._last_words() or 'it said nothing'}") from None
+        raise (ConfigError if code == 2 else EngineDead)(f"the server did not start: {self._last_words() or f'exit status {code}'}")
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        return "".join([line for line in self._log.read().splitlines() if line.strip()][-1:]).removeprefix("error: ")
 
     def close(self) -> None:
         self._process.terminate()
@@ -105,7 +126,9 @@ class OwnServer:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.communicate()
+            self._process.wait(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         self._log.close()
 
     def __enter__(self) -> OwnServer:

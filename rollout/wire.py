@@ -81,14 +81,18 @@ def is_mask(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"vocab_size", "tokens", "data"} and isinstance(value["data"], bytes | bytearray)
 
 
-def slice_column(value: dict[str, Any], start: int) -> dict[str, Any]:
-    """The rows of a well-formed wire array (its first axis) or mask from `start` on; none if it has no more."""
+def slice_column(value: dict[str, Any], start: int, start_bytes: int | None = None) -> dict[str, Any]:
+    """The rows of a well-formed wire array (its first axis) or mask from `start` on; none if it has no more.
+
+    Args:
+        start_bytes: where in its data row `start` begins, if known: a mask's rows are else walked through to find it.
+    """
     if is_mask(value):
-        end = rows_end(value["data"], value["vocab_size"], start)
-        return {**value, "tokens": max(0, value["tokens"] - start), "data": bytes(value["data"][end:])}
+        at = rows_end(value["data"], value["vocab_size"], start) if start_bytes is None else start_bytes
+        return {**value, "tokens": max(0, value["tokens"] - start), "data": bytes(value["data"][at:])}
     rows, *rest = value["shape"]
-    row_bytes = len(value["data"]) // rows if rows else 0
-    return {"dtype": value["dtype"], "shape": [max(0, rows - start), *rest], "data": bytes(value["data"][start * row_bytes :])}
+    at = start * (len(value["data"]) // rows if rows else 0)
+    return {"dtype": value["dtype"], "shape": [max(0, rows - start), *rest], "data": bytes(value["data"][at:])}
 
 
 def begin_column(value: dict[str, Any]) -> dict[str, Any]:

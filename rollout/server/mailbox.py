@@ -33,12 +33,14 @@ def output_from(output: Output, start: int) -> Output:
 class _Sample:
     """One sample: the deltas the reader has not got, joined, or the final output."""
 
-    __slots__ = ("base", "columns", "end", "final", "sent", "spans")
+    __slots__ = ("base", "columns", "end", "final", "sent", "sent_bytes", "spans")
 
     def __init__(self) -> None:
         self.base = self.end = self.sent = 0
         """`columns` and `spans` cover tokens [base, end); the reader has those before `sent`"""
         self.columns: dict[str, Any] = {}
+        self.sent_bytes: dict[str, int] = {}
+        """where in the columns' data `sent` is; at their begin, where it is not said"""
         self.spans: list[dict[str, int]] = []
         self.final: Output | None = None
 
@@ -56,16 +58,21 @@ class _Sample:
     def take(self, index: int, keep: bool) -> Output:
         """The delta from `sent` on."""
         spans = [{**s, "start": max(self.sent, s["start"])} for s in self.spans if s["end"] > self.sent]
-        columns = {name: slice_column(column, self.sent - self.base) for name, column in self.columns.items()}
+        columns = {
+            name: slice_column(column, self.sent - self.base, self.sent_bytes.get(name, 0)) for name, column in self.columns.items()
+        }
         delta = {"sample_index": index, "start": self.sent, **columns, "weight_versions": spans}
-        self.sent = self.end
+        self.sent, self.sent_bytes = self.end, {name: len(column["data"]) for name, column in self.columns.items()}
         if not keep:
             self.drop()
             self.base = self.end
         return delta
 
+    def rewind(self) -> None:
+        self.sent, self.sent_bytes = self.base, {}
+
     def drop(self) -> None:
-        self.columns, self.spans = {}, []
+        self.columns, self.sent_bytes, self.spans = {}, {}, []
 
 
 class Mailbox:
@@ -85,7 +92,7 @@ class Mailbox:
         """A reader begins, with or without interest in deltas: whatever is here is news to it."""
         self._deltas = deltas
         for key, sample in self._samples.items():
-            sample.sent = sample.base
+            sample.rewind()
             if sample.final is not None or (deltas and sample.end > sample.sent):
                 self._news[key] = None
         self._news.update({(i, -1): None for i in self._errors})

@@ -13,6 +13,7 @@ import httpx
 import msgpack
 import pytest
 from rollsync import AsyncRolloutClient, RolloutClient, SamplingMask, SamplingParams
+from rollsync.rollout import wire
 from rollsync.rollout.errors import UnknownRequest
 from rollsync.rollout.server.mailbox import Mailbox, join_spans, output_from
 from rollsync.rollout.server.rollouts import mask_words
@@ -193,6 +194,29 @@ def test_masks_wait_joined_and_are_cut_at_tokens() -> None:
     final = {**part(0, 6), "finish_reason": "length"}
     for start in range(8):
         assert SamplingMask.from_wire(output_from(final, start)["sampling_mask"]) == whole[start:]
+
+
+def test_a_kept_mask_is_not_walked_through_for_every_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SamplingMask.of(300, [None if t % 3 else [*range(t, 300)] for t in range(60)])
+    walked: list[int] = []
+    monkeypatch.setattr(wire, "rows_end", lambda data, vocab, rows: walked.append(rows) or 0)
+    box = Mailbox(keep=True)
+
+    def read(first: int, end: int) -> None:
+        ids, spans = pack_array("<i4", list(range(first, end))), [{"version": 0, "start": 0, "end": end - first}]
+        assert unpack_array((delta := asyncio.run(box.get())[1])["token_ids"]) == unpack_array(ids)  # type: ignore[index]
+        assert SamplingMask.from_wire(delta["sampling_mask"]) == whole[first:end]  # type: ignore[index]
+        assert delta["weight_versions"] == [{**spans[0], "start": first, "end": end}]  # type: ignore[index]
+
+    for readers in range(2):  # the second begins amid the sample, with what the first had read
+        box.rewind(deltas=True)
+        if readers:
+            read(0, 30)
+        for t in range(30 * readers, 30 * readers + 30):
+            ids, spans = pack_array("<i4", [t]), [{"version": 0, "start": 0, "end": 1}]
+            box.put(0, {"sample_index": 0, "token_ids": ids, "sampling_mask": whole[t : t + 1].to_wire(), "weight_versions": spans})
+            read(t, t + 1)
+    assert not walked
 
 
 def test_the_room_of_a_mask_is_what_bounds_it() -> None:
