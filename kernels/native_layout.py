@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 import numpy as np
@@ -18,8 +19,22 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedLinear:
+    """A linear layer in the layout of one native build's kernels."""
+
+    data: Tensor
+    bias: Tensor | None
+    """float32, padded to whole blocks of outputs"""
+    n: int
+    k: int
+    shards: int
+    """partial sums over K taken, after `effective_shards`"""
+    gate_up: bool
+
+
 class Panels:
-    """Rows as the input of a linear (native/linear.h)."""
+    """Rows as the input of a linear (native/layout.h)."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype) -> None:
         self.num_rows, self.width = num_rows, width

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from . import native_lib as nl
 from .kv import KvLayout
-from .native_layout import Pages, Panels, attention_items, round_up
+from .native_layout import PackedLinear, Pages, Panels, attention_items, round_up
 from .reference_sampler import SampleResult, SamplerRows, check_rows
 from .spec import effective_shards
 from .step import ADJUST, StepArrays, StepLimits, allowed_words
@@ -31,20 +30,6 @@ MAX_SHARDS = 16
 def _check(name: str, ok: bool, problem: str) -> None:
     if not ok:
         raise ValueError(f"{name}: {problem}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedLinear:
-    """A linear layer in the layout of one native build's kernels."""
-
-    data: Tensor
-    bias: Tensor | None
-    """float32, padded to whole blocks of outputs"""
-    n: int
-    k: int
-    shards: int
-    """partial sums over K taken, after `effective_shards`"""
-    gate_up: bool
 
 
 def _check_heads(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> None:

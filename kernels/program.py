@@ -83,7 +83,7 @@ class Program(Protocol):
 
 
 class _Buffer:
-    """Rows in panels (see native/linear.h), or row-major."""
+    """Rows in panels (see native/layout.h), or row-major."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, panels: bool) -> None:
         padded = -(-width // 32) * 32

@@ -174,9 +174,8 @@ class NativeTrainerOps:
         return out
 
 
-@lru_cache
 def trainer_ops(build: str | None = None) -> TrainerOps:
-    """The ops of a build by name ("reference" too), by default of the best that runs here.
+    """The ops of a build by name ("reference" too), by default of the best that runs here. One object for each build.
 
     Raises:
         OSError: the build is not compiled, or does not run on this CPU.
@@ -185,12 +184,16 @@ def trainer_ops(build: str | None = None) -> TrainerOps:
     if build is None:
         for best in available:
             try:
-                return trainer_ops(best)
+                return _ops_of(best)
             except OSError:  # the system refuses its instructions
                 continue
-    if build in (None, "reference"):
-        return ReferenceTrainerOps()
-    if build not in available:
+        build = "reference"
+    if build not in (*available, "reference"):
         here = ", ".join([*available, "reference"])
         raise OSError(f"kernels {build!r} are not compiled, or this CPU lacks their instructions; here there are {here}")
-    return NativeTrainerOps(nl.load_build(build))
+    return _ops_of(build)
+
+
+@lru_cache
+def _ops_of(build: str) -> TrainerOps:
+    return ReferenceTrainerOps() if build == "reference" else NativeTrainerOps(nl.load_build(build))
