@@ -47,7 +47,9 @@ What a trainer calls. Over HTTP the same is in [api.md](api.md); how weights tra
 `AsyncRolloutClient` has the calls of `RolloutClient` as coroutines.
 """
 SECTIONS: dict[str, list[Any]] = {
-    "A trainer's bits": [parity.rollsync_parity, parity.make_parity, parity.check, parity.ParityReport, parity.ParityError],
+    "A trainer's bits": [
+        parity.rollsync_parity, parity.make_parity, parity.parity_of, parity.check, parity.ParityReport, parity.ParityError
+    ],
     "Sending weights": [sender.WeightSender, sender.SyncReport, Failure, UpdateError, sender.DistRanks, weight_digest.fast_fill],
     "What is sent": [sources.ModuleSource, sources.TensorSource, checkpoint_writer.write_folder],
     "Transports with options": [SharedBuffers, Broadcast, Reshard, DiskTransport],

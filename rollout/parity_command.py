@@ -38,8 +38,8 @@ class Sampling:
     min_p: float = 0.0
 
     def __str__(self) -> str:
-        more = [f"{name} {value:g}" for name, value in (("top_p", self.top_p), ("top_k", self.top_k), ("min_p", self.min_p)) if value % 1]
-        more += [f"top_k {self.top_k}"] if self.top_k else []
+        own = asdict(self)
+        more = [f"{name} {own[name]:g}" for name, off in (("top_p", 1.0), ("min_p", 0.0), ("top_k", 0)) if own[name] != off]
         return ", ".join([f"T = {self.temperature:g}", *more])
 
 
@@ -233,12 +233,15 @@ def run(args: argparse.Namespace) -> int:
     """The exit status: 0 if all is equal, 1 if not.
 
     Raises:
-        ConfigError: the flags, the model or the server cannot be used, or no parity can be claimed between them.
+        ConfigError: the flags, the model or the server cannot be used, or failed, or no parity can be claimed between them.
     """
     plan = plan_of(args)
     report = Report(model=args.model, url=args.url)
-    for dtype in plan.dtypes:
-        run_dtype(args, plan, dtype, report)
+    try:
+        for dtype in plan.dtypes:
+            run_dtype(args, plan, dtype, report)
+    except RollsyncError as error:  # whatever it is, it does not say that bits differ
+        raise ConfigError(str(error)) from error
     print(json.dumps(jsonable({"all_equal": report.all_equal, **asdict(report)})) if args.json else in_words(report))
     return 0 if report.all_equal else 1
 

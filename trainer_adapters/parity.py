@@ -6,212 +6,22 @@ lasts or for good. Residual additions, RoPE and the rotary tables stay the model
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..kernels import trainer
 from ..kernels.fingerprint import failed_probes
-from ..kernels.segments import Segments
 from ..kernels.trainer_ops import TrainerOps, trainer_ops
 from .errors import ParityError
 from .parity_check import ParityReport, check_under
-from .parity_inputs import by_name, read_sequences, refuse_past, refuse_stretched
-from .parity_modules import ATTENTION, Head, Patch, Settings, TakeLogits, patches, stock_class
+from .parity_model import MARK, Parity
+from .parity_modules import Settings
 
-__all__ = ["Parity", "ParityError", "ParityReport", "check", "make_parity", "rollsync_parity"]
-
-_MARK = "_rollsync_parity"
-"""attribute of a model that is under parity, and the keyword by which a batch's sequences reach its attention"""
-_ABSENT = object()
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' interface of an attention function: query [B, N, T, H], key and value [B, K, T, H]; returns [B, T, N, H]."""
-    batch: _Batch | None = kwargs.get(_MARK)
-    if batch is None:
-        raise ParityError(f"{type(module).__name__} was called without its backbone, which knows the sequences of the batch")
-    if dropout:
-        raise ParityError(f"{type(module).__name__}: attention_dropout is {dropout} in training mode; parity needs 0")
-    if key.shape[2] != query.shape[2]:
-        raise ParityError(f"{key.shape[2]} keys for {query.shape[2]} queries: parity computes whole sequences, without a cache")
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return trainer.attention(batch.ops, q, k, v, batch.segments, scaling, sliding_window or 0, softcap or 0.0), None
-
-
-class _Batch:
-    """Goes with a forward pass from the backbone to every attention, through checkpointing too."""
-
-    def __init__(self, ops: TrainerOps, segments: Segments) -> None:
-        self.ops, self.segments = ops, segments
-
-
-class _Reenter:
-    """A checkpointing function whose recomputation runs under parity, whenever the backward pass comes."""
-
-    def __init__(self, parity: Parity, checkpoint: Callable[..., Any]) -> None:
-        self.parity, self.checkpoint = parity, checkpoint
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def run(*inputs: Any, **options: Any) -> Any:
-            with self.parity.active():
-                return function(*inputs, **options)
-
-        return self.checkpoint(run, *args, **kwargs)
-
-
-class Parity:
-    """The engine's numerics on one model. `install` and `remove` are counted, so that one may lie inside another."""
-
-    CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-    """where transformers' layers and torch's CheckpointWrapper keep the function they checkpoint by"""
-
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.model, self.settings = model, settings
-        self.patches = list(patches(model, settings))
-        prefix: Any = model.base_model_prefix
-        self.backbone: nn.Module = model.get_submodule(prefix)
-        self.heads = [p.value for p in self.patches if isinstance(p.value, Head)]
-        self._depth = 0
-        self._saved: list[Any] = []
-        self._hooks: list[Any] = []
-        self._capped_config: Any = None
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self.install()
-        try:
-            yield
-        finally:
-            self.remove()
-
-    @contextmanager
-    def taking_logits(self, take: TakeLogits) -> Iterator[None]:
-        """While it lasts, forward passes give `take` the hidden states and a maker of logits, and return none. For losses that need
-        no [T, V] of logits at once."""
-        for head in self.heads:
-            head.take = take
-        try:
-            yield
-        finally:
-            for head in self.heads:
-                head.take = None
-
-    def install(self) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            return
-        _register_attention()
-        todo = [*self.patches, Patch(self.model, _MARK, self)]
-        self._saved = [vars(p.module).get(p.attribute, _ABSENT) for p in todo]
-        for patch in todo:
-            vars(patch.module)[patch.attribute] = patch.value
-        self._hooks = [self.backbone.register_forward_pre_hook(self._before_backbone, with_kwargs=True)]
-        if any(head.cap for head in self.heads):
-            self._hooks.append(self.model.register_forward_pre_hook(self._before_model))
-            self._hooks.append(self.model.register_forward_hook(self._after_model, always_call=True))
-
-    def remove(self) -> None:
-        """Undo one `install`; after the last the model is as it was.
-
-        Raises:
-            ParityError: there is none left to undo.
-        """
-        if not self._depth:
-            raise ParityError("the model is not under parity: there is nothing to undo")
-        self._depth -= 1
-        if self._depth:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        for patch, saved in zip([*self.patches, Patch(self.model, _MARK, self)], self._saved, strict=True):
-            if saved is _ABSENT:
-                del vars(patch.module)[patch.attribute]
-            else:
-                vars(patch.module)[patch.attribute] = saved
-        for module, name, function in self._checkpoints():
-            if isinstance(function, _Reenter):
-                vars(module)[name] = function.checkpoint
-
-    def _checkpoints(self) -> Iterator[tuple[nn.Module, str, Any]]:
-        for module in self.model.modules():
-            for name in self.CHECKPOINTS:
-                if name in vars(module):
-                    yield module, name, vars(module)[name]
-
-    def _before_backbone(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        if _in_compiled_code():
-            raise ParityError("the model runs in compiled code: torch.compile changes bits; call it eagerly")
-        inputs = by_name(backbone.forward, args, kwargs)
-        if inputs.get("output_attentions", getattr(backbone.config, "output_attentions", False)):
-            raise ParityError("output_attentions: the kernels keep no attention weights")
-        refuse_past(inputs)
-        segments, positions = read_sequences(inputs)
-        refuse_stretched(backbone.config, segments)
-        for module, name, function in self._checkpoints():
-            if not isinstance(function, _Reenter):
-                vars(module)[name] = _Reenter(self, function)
-        inputs |= {"position_ids": positions, "attention_mask": _no_mask(backbone), _MARK: _Batch(self.settings.ops, segments)}
-        return (), inputs
-
-    def _before_model(self, model: Any, args: Any) -> None:
-        # Its forward reads the cap from its config. A copy serves for the time of the call, so that what is saved meanwhile is whole.
-        self._set_in_model(True)
-        self._capped_config = model.config
-        config = copy.copy(model.config)
-        config.final_logit_softcapping = None
-        vars(model)["config"] = config
-
-    def _after_model(self, model: Any, args: Any, output: Any) -> None:
-        self._set_in_model(False)
-        vars(model)["config"] = self._capped_config
-
-    def _set_in_model(self, value: bool) -> None:
-        for head in self.heads:
-            head.in_model = value
-
-
-def _in_compiled_code() -> bool:
-    # Tracing swallows what is raised while it traces, and runs the frame as it is; there its callback gives it away.
-    if torch.compiler.is_compiling():
-        return True
-    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return callback is not None and callback() is not None
-
-
-_MASKS_BY_LAYER = ("Qwen2Model", "Qwen3Model", "Gemma2Model", "Gemma3TextModel")
-"""backbones that take finished masks as a dict, by kind of layer"""
-
-
-def _no_mask(backbone: Any) -> Any:
-    """What makes a backbone build no mask of its own: it takes a finished one as it is, and our attention looks at none."""
-    if stock_class(backbone).__name__ in _MASKS_BY_LAYER:
-        return dict.fromkeys(backbone.config.layer_types)
-    return torch.empty(0, 0, 0, 0)
-
-
-def _register_attention() -> None:
-    from transformers import AttentionInterface
-
-    interface: Any = AttentionInterface
-    if ATTENTION not in interface():
-        interface.register(ATTENTION, _attention)
+__all__ = ["Parity", "ParityError", "ParityReport", "check", "make_parity", "parity_of", "rollsync_parity"]
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -257,17 +67,26 @@ def _parity(model: Any, k_shards: int, head_dtype: Any, kernels: str | None) -> 
         raise ParityError(f"head_dtype must be float32 or left out, as of the engine, got {head_dtype!r}")
     if k_shards not in (1, 2, 4, 8, 16):
         raise ParityError(f"k_shards must be 1, 2, 4, 8 or 16, as of the engine, got {k_shards!r}")
-    settings = Settings(ops=_ops(model, kernels), k_shards=k_shards, head_dtype=None if head_dtype is None else "float32")
-    found: Parity | None = vars(model).get(_MARK)
+    found = parity_of(model)
+    # No bit depends on the build: who asks for none takes the one that is there.
+    ops = found.settings.ops if found is not None and kernels is None else _ops(model, kernels)
+    settings = Settings(ops=ops, build=ops.build, k_shards=k_shards, head_dtype=None if head_dtype is None else "float32")
     if found is None:
         return Parity(model, settings)
     if found.settings != settings:
         raise ParityError(f"the model is under parity with {_words(found.settings)} already; {_words(settings)} was asked for")
+    found.check_whole()
     return found
 
 
 def _words(settings: Settings) -> str:
-    return f"k_shards={settings.k_shards}, head_dtype={settings.head_dtype}, kernels={settings.ops.build}"
+    return f"k_shards={settings.k_shards}, head_dtype={settings.head_dtype}, kernels={settings.build}"
+
+
+def parity_of(model: Any) -> Parity | None:
+    """What `make_parity` gave for this model, or gives for a copy that was taken under parity; None if the model is stock."""
+    found: Parity | None = vars(unwrapped(model)).get(MARK)
+    return found
 
 
 @contextmanager
@@ -279,8 +98,13 @@ def rollsync_parity(
 
     Right- and left-padded batches and packed rows have the same bits: a sequence's places count from its own first token. Compute is
     float32 or bfloat16: that of the weights, of FSDP2's `param_dtype`, or of autocast, which then is that of the residual stream, norms and
-    embedding too, as the engine's. Layers that are recomputed (gradient checkpointing) are recomputed under parity, wherever the backward
-    pass runs.
+    embedding too, as the engine's. Layers that the model recomputes (`gradient_checkpointing_enable`, torch's `checkpoint_wrapper`) are
+    recomputed under parity, wherever the backward pass runs. Who calls `torch.utils.checkpoint` on the model or a part of it runs the
+    backward pass inside as well, or uses `make_parity`: what it recomputes afterwards is a stock model, and nothing here sees that.
+
+    A model's modules must stay those they were: adapters, new heads, casts and compiled layers come before or after. One thread at a
+    time enters, leaves or calls a model. A copy that is taken or saved inside is under parity as well, and stays so; `parity_of(copy)`
+    undoes it.
 
     Args:
         model: an AutoModelForCausalLM (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 text), before or after DistributedDataParallel,
@@ -290,7 +114,8 @@ def rollsync_parity(
 
     Raises:
         ParityError: at once, for a module or setting that the engine's bits are not known for; when the model is called, for a batch
-            or mode (a mask with holes, a cache, dropout, compiled code, ...). It names what stands in the way.
+            or mode (a mask with holes, a cache, dropout, compiled code, ...), or a module that was replaced or changed meanwhile. It
+            names what stands in the way.
         OSError: the kernels asked for do not run here.
     """
     parity = _parity(model, k_shards, head_dtype, kernels)
@@ -299,7 +124,8 @@ def rollsync_parity(
 
 
 def make_parity(model: Any, *, k_shards: int = 4, head_dtype: str | torch.dtype | None = None, kernels: str | None = None) -> Parity:
-    """`rollsync_parity` for good; `.remove()` of what is returned undoes it. A copy of the model is under parity as well."""
+    """`rollsync_parity` for good; `.remove()` of what is returned undoes it. A copy of the model is under parity as well, and
+    `parity_of(copy).remove()` undoes that."""
     parity = _parity(model, k_shards, head_dtype, kernels)
     parity.install()
     return parity

@@ -82,10 +82,13 @@ class ParityReport:
     rollout_fingerprint: str | None
     """None where the rollouts do not say"""
     samples: int = 0
+    """of which something was compared"""
     equal: int = 0
     """tokens all of whose values are equal in every bit"""
     total: int = 0
     columns: dict[str, ColumnReport] = field(default_factory=dict)
+    not_compared: int = 0
+    """tokens of samples that hold nothing to compare; in none of the counts above"""
     left_out: dict[str, int] = field(default_factory=dict)
     """tokens whose `logprobs` were not compared, by reason"""
     first_mismatch: Mismatch | None = None
@@ -117,6 +120,7 @@ class ParityReport:
                 f"  {name}: {c.equal} of {c.total} equal, max difference {c.max_difference:.3g}, mean {c.mean_difference:.3g}"
                 for name, c in self.columns.items()
             ),
+            *([f"  {self.not_compared} tokens were not compared: their samples hold nothing to compare"] if self.not_compared else []),
             *(f"  logprobs of {count} tokens were left out: {reason}" for reason, count in self.left_out.items()),
             f"  trainer:  {self.model}, {self.dtype}, {self.kernels} kernels, {self.padding}, numerics {self.trainer_fingerprint}",
             f"  rollouts: numerics {self.rollout_fingerprint or 'not stated'}",
@@ -157,6 +161,12 @@ def check_under(
         model=type(parity.model).__name__, dtype="", kernels=settings.ops.build, padding=padding, trainer_fingerprint=ours,
         rollout_fingerprint=stated,
     )  # fmt: skip
+    for sample in samples:
+        count = len(sample.token_ids)
+        if sample.no_logprobs:
+            report.left_out[sample.no_logprobs] = report.left_out.get(sample.no_logprobs, 0) + count
+        report.not_compared += 0 if sample.columns else count
+    samples = [s for s in samples if s.columns]
     comparison = _Comparison(report, int(config.vocab_size), vocab_limit)
     with parity.active(), torch.no_grad():
         for batch in _batches(samples, batch_tokens, padding):
@@ -235,8 +245,6 @@ class _Comparison:
             at = slice(first, first + len(sample.token_ids))
             first = at.stop
             all_equal = np.ones(len(sample.token_ids), np.bool_)
-            if sample.no_logprobs:
-                report.left_out[sample.no_logprobs] = report.left_out.get(sample.no_logprobs, 0) + len(all_equal)
             for name, theirs in sample.columns.items():
                 ours = computed[name][at]
                 equal = ours.view(np.int32) == theirs.view(np.int32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +36,17 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the bits depend on."""
+    """What the bits depend on, and the ops that compute them: two objects of one build are the same."""
 
-    ops: TrainerOps
+    ops: TrainerOps = field(compare=False)
+    build: str
     k_shards: int
     head_dtype: str | None
+
+
+def soft_cap(config: Any) -> float:
+    """That of the logits; 0 is none."""
+    return float(getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 class Patch(NamedTuple):
@@ -207,14 +213,13 @@ def _patch(name: str, module: nn.Module, model: Any, family: tuple[str, str, str
     elif own and cls.__name__ == f"{prefix}RMSNorm":
         yield Patch(module, "forward", Norm(name, module, ops, one_plus))
     elif own and cls.__name__ == f"{prefix}RotaryEmbedding":
-        _check_rotary(name, module)
+        check_rotary(name, module)
     elif cls is nn.Linear and last in COLUMN:
         yield Patch(module, "forward", Linear(name, module, ops, 1))
     elif cls is nn.Linear and last in ROW:
         yield Patch(module, "forward", Linear(name, module, ops, settings.k_shards))
     elif cls is nn.Linear and module is model.get_output_embeddings():
-        cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
-        yield Patch(module, "forward", Head(name, module, ops, settings.head_dtype is not None, cap))
+        yield Patch(module, "forward", Head(name, module, ops, settings.head_dtype is not None, soft_cap(model.config)))
     elif isinstance(module, nn.Embedding) and module is model.get_input_embeddings():
         yield Patch(module, "forward", _embedding(name, module, ops, own, cls, prefix))
     elif cls.__name__ in ("SiLUActivation", "SiLU") and not one_plus:
@@ -242,7 +247,8 @@ def _embedding(name: str, module: Any, ops: TrainerOps, own: bool, cls: type, pr
     return Embedding(name, module, ops, scaled)
 
 
-def _check_rotary(name: str, module: nn.Module) -> None:
+def check_rotary(name: str, module: nn.Module) -> None:
+    """Raises ParityError where the angles were rounded."""
     for buffer_name, buffer in module.named_buffers():
         if buffer_name.endswith("inv_freq") and buffer.dtype != torch.float32:
             raise ParityError(

@@ -102,9 +102,12 @@ def _agree(where: str, what: str, theirs: Any, ours: Any) -> None:
 
 
 def _check_versions(where: str, sample: Any, weight_version: int | None) -> None:
-    versions = sorted({span["version"] for span in getattr(sample, "weight_versions", None) or ()})
+    spans = getattr(sample, "weight_versions", None) or ()
+    versions = sorted({span["version"] for span in spans})
     if len(versions) > 1:
         raise ParityError(f"{where} was made with weight versions {', '.join(map(str, versions))}: one forward pass has one version")
+    if any(span.get("mixed_kv") for span in spans):
+        raise ParityError(f"{where} was made in part on a KV cache of older weights: no one set of weights gives it again")
     if versions and weight_version is not None and versions[0] != weight_version:
         raise ParityError(f"{where} was made with weight version {versions[0]}, and this trainer has {weight_version}")
 

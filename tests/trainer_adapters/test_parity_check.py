@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from parity_cases import FAMILIES, Case, load
-from rollsync import Engine, SamplingParams
+from rollsync import Engine, SamplingParams, __version__
 from rollsync.rollout.results import PromptResult, RolloutResult, Sample
 from rollsync.rollout.selftest.model import write_model
 from rollsync.rollout.trace import read_trace
@@ -110,7 +111,7 @@ def test_another_order_of_adding_is_found(make_case: Callable[..., Case]) -> Non
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "float16"}, "was made in float16, and this trainer computes in"),
-    "library": ({"library_version": "9.9"}, r"rollsync version 9\.9, and this trainer has 0\.1\.0"),
+    "library": ({"library_version": "9.9"}, rf"rollsync version 9\.9, and this trainer has {re.escape(__version__)}"),
     "weights": ({"weight_version": 3}, "weight version 0, and this trainer has 3"),
     "shards": ({"k_shards": 2, "fingerprint": "the engine's"}, "v1-k4-.*, and this trainer has v1-k2-"),
     "head": ({"head_dtype": "float32", "fingerprint": "the engine's"}, "and this trainer has v1-k4-head32-"),
@@ -140,5 +141,16 @@ def test_rollouts_that_cannot_be_compared_are_refused(made: Made) -> None:
     spans = [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 24}]
     with pytest.raises(parity.ParityError, match="weight versions 0, 1: one forward pass has one version"):
         parity.check(model, [replace(output, samples=[replace(output.samples[0], weight_versions=spans)])])
+    mixed = [{"version": 0, "start": 0, "end": 20}, {"version": 0, "start": 20, "end": 24, "mixed_kv": 1}]
+    with pytest.raises(parity.ParityError, match="prompt 0, sample 0 was made in part on a KV cache of older weights"):
+        parity.check(model, [replace(output, samples=[replace(output.samples[0], weight_versions=mixed)])])
     report = parity.check(model, made.outputs, params=replace(PARAMS, logit_bias={3: 1.0}))
     assert report.all_equal and report.left_out == {"logit_bias changed the logits": 240}
+
+
+def test_tokens_that_nobody_compared_are_not_equal_ones(made: Made) -> None:
+    bare = [replace(o, samples=[replace(s, model_logprobs=None) for s in o.samples]) for o in made.outputs]
+    report = parity.check(load(made.folder, made.dtype), [made.outputs[0], *bare[1:]])
+    assert report.all_equal and (report.samples, report.equal, report.total, report.not_compared) == (2, 48, 48, 192)
+    assert report.to_dict()["not_compared"] == 192 and "192 tokens were not compared" in str(report)
+    assert report.left_out == {"params were not given": 240}
