@@ -102,9 +102,9 @@ def rollsync_parity(
     recomputed under parity, wherever the backward pass runs. Who calls `torch.utils.checkpoint` on the model or a part of it runs the
     backward pass inside as well, or uses `make_parity`: what it recomputes afterwards is a stock model, and nothing here sees that.
 
-    A model's modules must stay those they were: adapters, new heads, casts and compiled layers come before or after. One thread at a
-    time enters, leaves or calls a model. A copy that is taken or saved inside is under parity as well, and stays so; `parity_of(copy)`
-    undoes it.
+    A model's modules must stay those they were: adapters, new heads, casts and compiled layers come before or after. Hooks of others
+    run as ever, and one that changes an output changes bits. One thread at a time enters, leaves or calls a model. A copy that is taken
+    or saved inside is under parity as well, and stays so; `parity_of(copy).remove()` undoes it.
 
     Args:
         model: an AutoModelForCausalLM (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 text), before or after DistributedDataParallel,

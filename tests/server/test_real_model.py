@@ -17,21 +17,8 @@ from rollsync.kernels.sampling_mask import SamplingMask
 from rollsync.rollout.cli import main
 from rollsync.rollout.errors import BadRequest
 from rollsync.rollout.wire import unpack_array
+from tiny_text_model import write_folder
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
-}
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 FLAGS = ("--load-format", "random", "--num-blocks", "64", "--block-tokens", "4", "--kernels", "reference", "--threads", "1")
 PARAMS = SamplingParams(n=3, seed=11, max_tokens=12, temperature=0.8)
 SCORED = ("model_logprobs", "temperature_logprobs")
@@ -40,21 +27,7 @@ COLUMNS = ("model_logprobs", "temperature_logprobs", "entropy", "prompt_logprobs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json and a byte-level tokenizer; the weights are random."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    path = tmp_path_factory.mktemp("tiny")
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        ["hello world"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<unk>", "<s>", "</s>"])
-    )
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return path
+    return write_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
