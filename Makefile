@@ -35,10 +35,11 @@ serve: $(VENV)/.native $(VENV)/.model  ## serve SmolLM2-135M, or MODEL=..., unti
 test: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## run the tests (ARGS="tests/engine -k chunk" picks some)
 	@$(PY) -m pytest $(ARGS)
 
-test-gpu: $(VENV)/.native $(VENV)/.dev  ## on a machine with an NVIDIA GPU: the tests that need one, then the device check (ARGS="--out FILE")
-	@$(PY) benchmarks/gpu_check.py --needs-device
-	@$(PY) -m pytest -m gpu tests
-	@$(PY) benchmarks/gpu_check.py $(ARGS)
+# GPU_PY=python3: an environment that has torch, Triton and pytest; nothing is installed then.
+GPU_PY ?= $(PY)
+test-gpu: $(if $(filter $(PY),$(GPU_PY)),$(VENV)/.native $(VENV)/.dev) .tree/rollsync  ## with an NVIDIA GPU: the tests that need one, then the device check (ARGS="--out FILE", GPU_PY=python3)
+	@PYTHONPATH=$(CURDIR)/.tree $(GPU_PY) benchmarks/gpu_check.py --needs-device
+	@export PYTHONPATH=$(CURDIR)/.tree; rc=0; $(GPU_PY) -m pytest -m gpu tests/gpu || rc=1; $(GPU_PY) benchmarks/gpu_check.py $(ARGS) || rc=1; exit $$rc
 
 check: lint types layers  ## lint, types, layers
 

@@ -7,7 +7,7 @@ on rank 0, which alone samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,9 @@ class Group(Protocol):
 
     def gather(self, parts: list[Tensor]) -> None:
         """The same on rank 0; other ranks only give their own."""
+
+    def finish(self, wait: Callable[[float | None], None]) -> None:
+        """`wait(seconds)` for gathers that a device does later; it raises TimeoutError if they take longer."""
 
 
 class _Parts:

@@ -100,6 +100,8 @@ class StepArrays:
         self.columns["allowed_row"][:] = -1
         self.tables_changed = True
         """whether a block table was written since a program last looked"""
+        self.allowed_changed = True
+        """the same of `allowed`"""
         self.moved: list[str] = []
         """columns that got new memory since a program last looked"""
 
@@ -122,6 +124,7 @@ class StepArrays:
         if words > old.shape[1]:
             self.columns["allowed"] = np.zeros((old.shape[0], words), np.uint32)
             self.columns["allowed"][:, : old.shape[1]] = old
+            self.allowed_changed = True
             self.moved.append("allowed")
 
     def reserve_masks(self) -> None:

@@ -7,10 +7,16 @@ it replays under a recorder that compares every launch with the recorded one.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from .queue import Graph, Queue
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""captures that fail before none is tried any more"""
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
@@ -33,6 +39,7 @@ class Graphs:
     def __init__(self, queue: Queue, sizes: Sequence[int]) -> None:
         self._queue, self._sizes = queue, sizes
         self._graphs: dict[int, Graph | None] = {}
+        self._failures = 0
 
     def size_for(self, tokens: int) -> int | None:
         """The size to pad a step of so many tokens to; None: it is not captured."""
@@ -45,10 +52,23 @@ class Graphs:
             work()
             self._graphs[size] = None
             return
-        graph = self._graphs[size]
+        graph = self._graphs[size] or self._capture(size, work)
         if graph is None:
+            work()
+        else:
+            graph.replay()
+
+    def _capture(self, size: int, work: Callable[[], None]) -> Graph | None:
+        """None if it cannot be captured: a step goes without, as one of another size does."""
+        if self._failures == MAX_FAILURES:
+            return None
+        try:
             graph = self._graphs[size] = self._queue.capture(work)
-        graph.replay()
+        except RuntimeError as error:
+            self._failures += 1
+            log.warning("steps of %d tokens were not captured as a graph (failure %d): %s", size, self._failures, error)
+            return None
+        return graph
 
     def release(self) -> None:
         """Forget all graphs: their addresses are about to go. They are made anew as sizes come."""

@@ -21,15 +21,20 @@ from .arrays import DeviceArrays
 from .attention import SPLIT
 from .device_sampler import DeviceSampler
 from .graphs import Graphs
+from .linear import TILES
 from .pool import GpuKv
 from .queue import Queue
-from .weights import GpuWeights, take
+from .weights import GpuWeights, give_back, memory_errors, take
 
 LOGITS_BYTES = 1 << 30
 """of logits at once; more rows come in pieces"""
 
 APART_PROGRAMS = 256
 """steps that only decode and have fewer (sequence, KV head) pairs compute a sequence's splits side by side"""
+
+
+PARTS_WAVES = 2
+"""row-parallel layers with fewer tiles than this for each processor compute their ranges of K side by side"""
 
 
 class Shape(NamedTuple):
@@ -71,7 +76,8 @@ class GpuProgram:
         self._w, self._columns = weights.tensors, arrays.on_device
         self._heads, self._k_shards = heads, k_shards
         self._dtype = kv.layout.dtype
-        self._ropes = [(cos.to(queue.device), sin.to(queue.device)) for cos, sin in ropes]
+        with memory_errors():
+            self._ropes = [(cos.to(queue.device), sin.to(queue.device)) for cos, sin in ropes]
         self._calls: list[Call] = []
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._head: Callable[[int, int], None] | None = None
@@ -85,7 +91,8 @@ class GpuProgram:
         layout = kv.layout
         self._places = min(-(-APART_PROGRAMS // layout.kv_heads), arrays.limits.slots)
         max_keys = arrays["tables"].shape[1] * layout.block_tokens
-        self._work = ops.attention_work(self._places, max_keys, heads, layout.head_dim, queue.device)
+        with memory_errors():
+            self._work = ops.attention_work(self._places, max_keys, heads, layout.head_dim, queue.device)
 
     def _buffer(self, role: str, width: int, dtype: torch.dtype | None = None, rows: int | None = None) -> Tensor:
         # Layers run one after another, so one buffer per role serves them all.
@@ -123,8 +130,11 @@ class GpuProgram:
         self._calls.append(lambda s: _done(ops.add_rmsnorm(residual[: s.tokens], x[: s.tokens], self._w[weight], *norm)))
 
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, row_parallel: bool = False) -> Tensor:
-        n, k = self._shape(weight)
-        out, shards = self._buffer("linear", n), effective_shards(k, self._k_shards) if row_parallel else 1
+        out = self._buffer("linear", self._shape(weight)[0])
+        if row_parallel and bias is None:
+            self._summed(x, weight, out, None)
+            return out
+        shards = effective_shards(self._shape(weight)[1], self._k_shards) if row_parallel else 1
 
         def call(s: Shape) -> None:
             ops.linear(x[: s.tokens], self._w[weight], None if bias is None else self._w[bias], shards=shards, out=out[: s.tokens])
@@ -133,12 +143,32 @@ class GpuProgram:
         return out
 
     def add_linear(self, residual: Tensor, x: Tensor, weight: str) -> None:
-        shards = effective_shards(self._shape(weight)[1], self._k_shards)
+        self._summed(x, weight, residual, residual)
+
+    def _summed(self, x: Tensor, weight: str, out: Tensor, residual: Tensor | None) -> None:
+        """A row-parallel layer. In steps of few tokens its ranges of K are summed side by side: the same tree, so the same bits."""
+        n, k = self._shape(weight)
+        shards, most = effective_shards(k, self._k_shards), self._tokens_apart(n)
+        room = self._buffer("parts", n, torch.float32, shards * most) if shards > 1 and most else None
 
         def call(s: Shape) -> None:
-            ops.linear(x[: s.tokens], self._w[weight], residual_MN=residual[: s.tokens], shards=shards, out=residual[: s.tokens])
+            T = s.tokens
+            before = None if residual is None else residual[:T]
+            if room is None or most < T:
+                ops.linear(x[:T], self._w[weight], residual_MN=before, shards=shards, out=out[:T])
+            else:
+                parts = ops.linear_parts(x[:T], self._w[weight], room[: shards * T].view(shards, T, n))
+                ops.add_parts(parts, residual_MN=before, dtype=self._dtype, out=out[:T])
 
         self._calls.append(call)
+
+    def _tokens_apart(self, n: int) -> int:
+        """Of the largest step that leaves processors idle in a row-parallel layer of n outputs; 0: none does."""
+        tile = TILES[self._dtype]
+        if n % 4:  # rows of float32 sums begin at multiples of 16 bytes
+            return 0
+        tiles_m = (PARTS_WAVES * self._queue.processors - 1) // -(-n // tile.n)
+        return min(tiles_m * tile.m, self._a.limits.tokens)
 
     def linear_gated(self, x: Tensor, weight: str, activation: str) -> Tensor:
         out = self._buffer("mlp", self._shape(weight)[0] // 2)
@@ -173,6 +203,7 @@ class GpuProgram:
         vocab, dtype = self._shape(weight)[0], torch.float32 if float32 else self._dtype
         self._piece = min(self._a.limits.rows, self._piece_rows(vocab * dtype.itemsize))
         out = self._logits = self._buffer("logits", -(-vocab // 32) * 32, dtype, self._piece)[:, :vocab]
+        self._sampler.reserve(self._a.limits.rows, self._piece, vocab)
 
         def head(begin: int, end: int) -> None:
             logits = ops.linear(x[begin:end], self._w[weight], float32=float32, out=out[: end - begin])
@@ -192,8 +223,11 @@ class GpuProgram:
         a = self._a
         shape, size = self._shape_of_step()
         a.pad(*shape[:3])
-        with self._queue.scope(), torch.inference_mode():
+        # Not inference_mode: capturing would leave the generator's state among its tensors, which nobody may write to any more.
+        with self._queue.scope(), torch.no_grad():
             a.send()
+            if self._samples and a.num_rows:
+                self._sampler.prepare()
             if a.num_copies:
                 ops.copy_blocks(self._kv.pages, self._columns["copies"][: a.num_copies])
             if size is None:
@@ -257,7 +291,12 @@ class GpuProgram:
         self._graphs.release()
         self._calls.clear()
         self._buffers.clear()
+        self._ropes.clear()
         self._head = None
+        self._logits = torch.empty(0)
+        self._work = (self._logits, self._logits)
+        self._sampler.close()
+        give_back(self._queue.device)
 
 
 def _done(_: Tensor) -> None:

@@ -7,11 +7,14 @@ interpreter runs the same programs through it, and tests put a recorder of graph
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+POLL_S = 20e-6
 
 
 class Graph(Protocol):
@@ -25,6 +28,8 @@ class Queue(Protocol):
     """Work goes to the device in the order of the calls within `scope`."""
 
     device: torch.device
+    processors: int
+    """programs that it runs at once"""
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Launches and copies within go to this queue."""
@@ -35,8 +40,8 @@ class Queue(Protocol):
     def record(self) -> None:
         """Mark what has been launched so far."""
 
-    def wait(self) -> None:
-        """Until what was marked last is done."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until what was marked last is done. TimeoutError: it was not in time."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what `work` launches, without running it. It must have run once before."""
@@ -50,6 +55,7 @@ class CudaQueue:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._stream = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
         self._pool: Any = None
@@ -65,8 +71,15 @@ class CudaQueue:
     def record(self) -> None:
         self._done.record(self._stream)
 
-    def wait(self) -> None:
-        self._done.synchronize()
+    def wait(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            self._done.synchronize()
+            return
+        end = time.monotonic() + timeout_s
+        while not self._done.query():
+            if time.monotonic() > end:
+                raise TimeoutError(f"a step on {self.device} was not done within {timeout_s:g} s")
+            time.sleep(POLL_S)
 
     def capture(self, work: Callable[[], None]) -> Graph:
         if self._pool is None:
@@ -74,8 +87,12 @@ class CudaQueue:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads go on copying weights while this one records.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            self._pool = None  # torch may take it to be still in use
+            raise
         return graph
 
     def release_graphs(self) -> None:
@@ -86,7 +103,7 @@ class HostQueue:
     """CPU tensors. `capture` is whoever records: by default it runs the work again at each replay."""
 
     def __init__(self, capture: Callable[[Callable[[], None]], Graph] | None = None) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.processors = torch.device("cpu"), 1
         self._capture = capture or Again
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -98,7 +115,7 @@ class HostQueue:
     def record(self) -> None:
         return None
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         return None
 
     def capture(self, work: Callable[[], None]) -> Graph:

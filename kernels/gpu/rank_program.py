@@ -25,6 +25,11 @@ class GpuRankProgram(GpuProgram):
         self._group, self._vocab_size = group, vocab_size
         self._samples = group.rank == 0
 
+    def wait(self) -> None:
+        self._group.finish(self._queue.wait)
+        if self._samples:
+            self._sampler.finish()
+
     def linear(self, x: Tensor, weight: str, bias: str | None = None, *, row_parallel: bool = False) -> Tensor:
         if not row_parallel:
             return super().linear(x, weight, bias)
@@ -60,6 +65,8 @@ class GpuRankProgram(GpuProgram):
         room = take(self._queue.device, size, self._piece, width, dtype=dtype)
         whole = take(self._queue.device, self._piece, size * width, dtype=dtype)
         self._logits = whole[:, : self._vocab_size]
+        if self._samples:
+            self._sampler.reserve(self._a.limits.rows, self._piece, self._vocab_size)
 
         def head(begin: int, end: int) -> None:
             count = end - begin

@@ -136,12 +136,19 @@ def give_back(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def take(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor. MemoryError, in one line, where there is no room."""
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """A device that has no room: MemoryError, in one line."""
     try:
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error).partition("\n")[0]) from error
+
+
+def take(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed tensor. MemoryError where there is no room."""
+    with memory_errors():
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
     _settle(device)
     return tensor
 

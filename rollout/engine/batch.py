@@ -98,6 +98,7 @@ class Slots:
             row = self._arrays["allowed"][s]
             row[:] = 0
             row[: len(words)] = words
+            self._arrays.allowed_changed = True
         self.special[s] = s in self.adjusting or self.restricted[s] or init.top_logprobs > 0 or init.want_mask
 
     def _mask(self, ids: tuple[int, ...]) -> Array:

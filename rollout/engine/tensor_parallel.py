@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,13 @@ MEET_TIMEOUT_S = 120.0
 
 class RankLost(RuntimeError):
     """Another rank is gone, or far behind."""
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Parts that lie one behind the other, as one tensor."""
+    first = parts[0]
+    assert all(part.data_ptr() == first.data_ptr() + rank * first.nbytes for rank, part in enumerate(parts)), "parts lie apart"
+    return first.as_strided((len(parts) * first.numel(),), (1,))
 
 
 class TPGroup:
@@ -55,11 +63,12 @@ class TPGroup:
     def _nccl(self, store: Any) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = self._timeout
+        # Where NCCL finds a gather late by itself, it ends the process: only if `finish` could not say so before.
+        options._timeout = self._timeout + timedelta(seconds=MEET_TIMEOUT_S)
         return nccl(store, self.rank, self.size, options)
 
     def all_gather(self, parts: list[Tensor]) -> None:
-        """Fill `parts`, one 1-D tensor per rank, of which this rank's own is there.
+        """Fill `parts`, one 1-D tensor per rank, of which this rank's own is there. On CUDA they are so once the stream gets there.
 
         Raises:
             RankLost: a rank is gone, or did not come in time.
@@ -67,7 +76,8 @@ class TPGroup:
         if self._direct:
             self._exchange(receive_from=self._peers, send_to=self._peers, parts=parts)
         else:
-            self._wait([self._group.allgather([parts], [parts[self.rank]])], self._peers[:1])
+            whole = _joined(parts)
+            self._queue(lambda: self._group._allgather_base(whole, parts[self.rank]))
 
     def gather(self, parts: list[Tensor]) -> None:
         """The same on rank 0; other ranks only give their own."""
@@ -75,7 +85,24 @@ class TPGroup:
         if self._direct:
             self._exchange(receive_from=self._peers if first else [], send_to=[] if first else [0], parts=parts)
         else:
-            self._wait([self._group.gather([parts] if first else [], [parts[self.rank]])], self._peers[:1])
+            self._queue(lambda: self._group.gather([parts] if first else [], [parts[self.rank]]))
+
+    def _queue(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()  # the stream waits; given a time, the host would
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} cannot reach the others: {error}") from None
+
+    def finish(self, wait: Callable[[float | None], None]) -> None:
+        """`wait(seconds)` for what is on a stream.
+
+        Raises:
+            RankLost: it raised TimeoutError.
+        """
+        try:
+            wait(self._timeout.total_seconds())
+        except TimeoutError as error:
+            raise RankLost(f"rank {self.rank} waited for the others: {error}") from None
 
     def _exchange(self, receive_from: list[int], send_to: list[int], parts: list[Tensor]) -> None:
         # Half the time of gloo's own gathers, which copy into buffers of theirs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,9 @@ class ThreadGroup:
         self._barrier.wait(30)
 
     gather = all_gather
+
+    def finish(self, wait: Callable[[float | None], None]) -> None:
+        wait(None)
 
 
 class ThreadRanks:

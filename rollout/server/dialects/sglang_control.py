@@ -42,7 +42,7 @@ ABORT_FIELDS = (
     Field("abort_all", boolean, "every request", False),
     Field("abort_message", text, "what the partial outputs say"),
 )
-MEMORY_FIELDS = (Field("tags", names(*MEMORY_TAGS, *NO_OP_TAGS), "which memory; left out or empty: all. cuda_graph: there is none"),)
+MEMORY_FIELDS = (Field("tags", names(*MEMORY_TAGS, *NO_OP_TAGS), "which memory; left out or empty: all. cuda_graph: goes with these"),)
 FLUSH_QUERY = (Field("timeout", seconds, "seconds to wait for requests to end"), Field("timeout_s", seconds, "the same"))
 POST_PROCESS_FIELDS = (
     Field("restore_weights_before_load", boolean, "accepted: parameters are always loadable"),

@@ -100,7 +100,7 @@ DISK_FIELDS = (
     Field("is_async", boolean, "accepted: the reply comes once it is done"),
     Field("token_step", integer(0, 1 << 62), "accepted; nothing is done with it"),
     Field("keep_pause", boolean, "accepted: only /continue_generation ends a pause"),
-    Field("recapture_cuda_graph", boolean, "accepted: there is nothing to recapture"),
+    Field("recapture_cuda_graph", boolean, "accepted: graphs go on reading the new weights"),
     Field("manifest", only({}, why="the folder's headers are the manifest"), "only {}"),
 )
 BEGIN_FIELDS = (_selector,)
