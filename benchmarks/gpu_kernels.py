@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 EIGHT_B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """(N, K) of an 8B model's layers: qkv, attention out, gate and up, MLP down"""
 OTHER_TILES: tuple[dict[str, int], ...] = (
-    {"m": 16}, {"m": 32}, {"m": 128, "num_warps": 8}, {"m": 128, "n": 128, "num_warps": 8}, {"m": 128, "n": 256, "num_warps": 8},
-    {"n": 128}, {"num_stages": 3}, {"num_warps": 8}, {"k": 32}, {"k": 128, "num_stages": 3},
+    {"m": 16}, {"m": 32}, {"m": 128, "num_warps": 8}, {"m": 128, "n": 128, "num_warps": 8},
+    {"m": 128, "n": 256, "num_warps": 8, "num_stages": 3}, {"n": 128}, {"num_stages": 3}, {"num_warps": 8},
+    {"k": 32}, {"k": 128, "num_stages": 3},
 )  # fmt: skip
 SMALL_MODEL = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """of a 0.5B model"""
@@ -36,14 +37,15 @@ def cancelling(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
 def _tile(dtype: torch.dtype, **changes: int) -> Iterator[None]:
     """Linear layers with another tile for a while."""
     from rollsync.kernels.gpu import linear
+    from rollsync.kernels.gpu.tiles import TILES
 
-    before = linear.TILES[dtype]
-    linear.TILES[dtype] = before._replace(**changes)
+    before = TILES[dtype]
+    TILES[dtype] = before._replace(**changes)
     linear.linear_variant.cache_clear()
     try:
         yield
     finally:
-        linear.TILES[dtype] = before
+        TILES[dtype] = before
         linear.linear_variant.cache_clear()
 
 
@@ -74,7 +76,34 @@ def tiles(c: Context) -> None:
         c.add(f"linear {str(dtype)[6:]}: classes of M beyond one", bad, "== 0")
         c.add(f"linear {str(dtype)[6:]}: shapes where a row's place matters", position, "== 0")
     if not c.tiny:
+        _large_tiles(c)
         _other_tiles(c)
+
+
+def _large_tiles(c: Context) -> None:
+    """May large steps take LARGE_TILES? If no call's bits differ, tiles.LARGE_FROM may be set to where they win."""
+    from rollsync.kernels.gpu import ops
+    from rollsync.kernels.gpu import tiles as setting
+
+    sizes, different, took = (128, 500, 1024, 4096), 0, dict.fromkeys((None, 1), 0.0)
+    for n, k in (EIGHT_B[0], EIGHT_B[3]):
+        x, w = cancelling(max(sizes), n, k, torch.bfloat16, c.device)
+        calls: tuple[Callable[[Tensor], Tensor], ...] = (
+            partial(ops.linear, w_NK=w, float32=True),
+            partial(ops.linear, w_NK=w, shards=4, float32=True),
+            partial(ops.linear_gated, w_NK=w, activation="silu"),
+        )
+        for call in calls:
+            want = call(x)
+            try:
+                setting.LARGE_FROM = 1
+                different += sum(not torch.equal(call(x[:m]), want[:m]) for m in sizes)
+                took[1] += c.seconds(partial(call, x), repeat=3)
+            finally:
+                setting.LARGE_FROM = None
+            took[None] += c.seconds(partial(call, x), repeat=3)
+    c.add("large tiles: calls whose bits differ from those of the tile in use", different)
+    c.add("large tiles: time of the tile in use / theirs", took[None] / took[1])
 
 
 def _other_tiles(c: Context) -> None:

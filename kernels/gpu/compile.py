@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .launch import Variant
-from .variants import all_variants, main_variants
+from .variants import all_variants, large_variants, main_variants, quick_variants
 
 ARCHES = (80, 90, 100)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -80,7 +80,7 @@ def traffic(variant: Variant) -> str:
 
 
 def describe(variant: Variant, arch: int, main: bool = False) -> dict[str, Any]:
-    """A row of the table; `main` says whether it is one of `main_variants`."""
+    """A row of the table; `main` says whether it must use the tensor cores and not spill."""
     kernel = build(variant, arch)
     ptx = kernel.asm["ptx"]
     registers, local = resources(kernel.asm["cubin"])
@@ -96,6 +96,7 @@ def describe(variant: Variant, arch: int, main: bool = False) -> dict[str, Any]:
         "main": main,
         "bytes": traffic(variant),
         "sums": sum_layouts(kernel.asm["ttgir"]),
+        "doubles": sorted(set(re.findall(r"\b0d([0-9A-F]{16})\b", ptx))),
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
     }
 
@@ -111,15 +112,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every GPU kernel variant; no GPU is needed.")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHES), choices=ARCHES, metavar="SM", help="80, 90, 100")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
-    parser.add_argument("--main", action="store_true", help="only where a step's time goes")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="variants whose name contains one of these")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--main", action="store_true", help="only where a step's time goes")
+    some.add_argument("--quick", action="store_true", help="one or two of each kernel")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into a Markdown file, between its marks")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 runs kernels in Python and compiles none: unset it")
-    main = {variant.name for variant in main_variants()}
-    chosen = [variant for variant in (main_variants() if args.main else all_variants()) if args.only in variant.name]
+    main = {variant.name for variant in [*main_variants(), *large_variants()]}
+    variants = main_variants() if args.main else quick_variants() if args.quick else all_variants()
+    chosen = [variant for variant in variants if any(text in variant.name for text in args.only)]
     rows = [describe(variant, arch, variant.name in main) for variant in chosen for arch in args.arch]
     if args.write is None:
         print(json.dumps(rows, indent=1) if args.json else table(rows))

@@ -6,7 +6,7 @@ docs/numerics.md; a rank's share of them is a subtree, whose float32 root `add_p
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,24 +15,11 @@ from torch import Tensor
 
 from .arithmetic import gate, round_to
 from .launch import Variant, aligned_room, cdiv, check, check_rows, dtype_name, launch, pointer, units
+from .tiles import takes_large, tile_for
 
 MAX_SHARDS = 16
 GATES = {"silu": False, "gelu_tanh": True}
 """activations, and whether it is GELU"""
-
-
-class Tile(NamedTuple):
-    """Rows, columns and steps of K of one program."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
-
-
-TILES = {torch.bfloat16: Tile(64, 64, 64, 4, 5), torch.float32: Tile(32, 32, 32, 4, 3)}
-"""the one configuration of each dtype; a change of `k` or of the instruction it leads to changes bits"""
 
 
 @triton.jit
@@ -167,13 +154,13 @@ def _unit(dtype: torch.dtype) -> int:
 @cache
 def linear_variant(
     n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype, shards: int, *, parts: bool = False, bias: bool = False,
-    residual: bool = False,
+    residual: bool = False, large: bool = False,
 ) -> Variant:  # fmt: skip
     """The binary for weights [n, k]; M is no part of it."""
-    tile, element = TILES[dtype], pointer(dtype)
+    tile, element = tile_for(dtype, large, shards > 1 and not parts), pointer(dtype)
     kind = "_parts" * parts + "_bias" * bias + "_residual" * residual + "_f32out" * (out_dtype != dtype and not parts)
     return Variant(
-        name=f"linear{kind}/{dtype_name(dtype)}/{n}x{k}" + f"/s{shards}" * (shards > 1),
+        name=f"linear{kind}/{dtype_name(dtype)}/{n}x{k}" + f"/s{shards}" * (shards > 1) + "/large" * large,
         fn=linear_kernel,
         types={
             "x": element, "w": element, "bias": element, "residual": element, "out": pointer(out_dtype), "M": "i32", "ld_x": "i32",
@@ -189,11 +176,11 @@ def linear_variant(
 
 
 @cache
-def gated_variant(n: int, k: int, dtype: torch.dtype, activation: str) -> Variant:
+def gated_variant(n: int, k: int, dtype: torch.dtype, activation: str, large: bool = False) -> Variant:
     """The binary for fused weights [2 n, k]."""
-    tile, element = TILES[dtype], pointer(dtype)
+    tile, element = tile_for(dtype, large, True), pointer(dtype)
     return Variant(
-        name=f"linear_{activation}/{dtype_name(dtype)}/{n}x{k}",
+        name=f"linear_{activation}/{dtype_name(dtype)}/{n}x{k}" + "/large" * large,
         fn=gated_kernel,
         types={"x": element, "w": element, "out": element, "M": "i32", "ld_x": "i32", "ld_out": "i32"},
         constants={"N": n, "K": k, "GELU": GATES[activation], "UNIT": _unit(dtype), "TM": tile.m, "TN": tile.n, "TK": tile.k},
@@ -274,7 +261,8 @@ def linear(
         fits = other is None or (other.shape == shape and other.dtype == x_MK.dtype)
         check("linear", fits, f"{name} must be {[*shape]} {x_MK.dtype}")
     check_rows("linear", bias=bias_N, residual=residual_MN)
-    variant = linear_variant(n, k, x_MK.dtype, out.dtype, shards, parts=False, bias=bias_N is not None, residual=residual_MN is not None)
+    flags = {"bias": bias_N is not None, "residual": residual_MN is not None, "large": takes_large(m, x_MK.dtype)}
+    variant = linear_variant(n, k, x_MK.dtype, out.dtype, shards, **flags)
     ld_residual = units(residual_MN) if residual_MN is not None else 0
     other = x_MK if bias_N is None else bias_N
     args = (x_MK, w_NK, other, x_MK if residual_MN is None else residual_MN, out, m, units(x_MK), units(out), ld_residual, 0)
@@ -296,7 +284,7 @@ def linear_parts(x_MK: Tensor, w_NK: Tensor, parts_SMN: Tensor) -> Tensor:
     fits = parts_SMN.shape == want and parts_SMN.dtype == torch.float32
     check("linear_parts", fits, f"parts must be {[*want]} float32, got {[*parts_SMN.shape]} {parts_SMN.dtype}")
     check_rows("linear_parts", parts=parts_SMN)
-    variant = linear_variant(n, k, x_MK.dtype, torch.float32, want[0], parts=True, bias=False, residual=False)
+    variant = linear_variant(n, k, x_MK.dtype, torch.float32, want[0], parts=True)
     args = (x_MK, w_NK, x_MK, x_MK, parts_SMN, m, units(x_MK), units(parts_SMN, 1), 0, units(parts_SMN))
     launch(variant, (*_grid(variant, m, n), want[0]), *args)
     return parts_SMN
@@ -338,7 +326,7 @@ def linear_gated(x_MK: Tensor, w_NK: Tensor, activation: str, *, out: Tensor | N
     check("linear_gated", rows % 2 == 0, f"w must hold as many gate rows as up rows, got {rows} in all")
     check("linear_gated", activation in GATES, f"activation must be one of {', '.join(GATES)}, got {activation!r}")
     out = _out("linear_gated", out, (m, rows // 2), x_MK.dtype, x_MK)
-    variant = gated_variant(rows // 2, k, x_MK.dtype, activation)
+    variant = gated_variant(rows // 2, k, x_MK.dtype, activation, takes_large(m, x_MK.dtype))
     launch(variant, _grid(variant, m, rows // 2), x_MK, w_NK, out, m, units(x_MK), units(out))
     return out
 

@@ -67,11 +67,35 @@ def main_variants() -> list[Variant]:
     return [*_linears(LARGE, BF16), _attention(SMALL, BF16), _attention(LARGE, BF16)]
 
 
-def all_variants() -> list[Variant]:
+def large_variants() -> list[Variant]:
+    """linear.LARGE_TILES, for which the same holds."""
+    n, k, mlp = LARGE.width, LARGE.width, LARGE.mlp
+    return [
+        linear.linear_variant(n, k, BF16, BF16, 1, large=True),
+        linear.linear_variant(n, mlp, BF16, BF16, 4, residual=True, large=True),
+        linear.gated_variant(mlp, k, BF16, "silu", large=True),
+    ]
+
+
+def quick_variants() -> list[Variant]:
+    """One or two of each kernel, with what every step launches among them."""
     found = [*main_variants(), *_rows(LARGE, BF16), kv.copy_blocks_variant(), _attention(WIDE, BF16, capped=True)]
     found += [linear.linear_variant(SMALL.width, SMALL.mlp, F32, F32, 4, residual=True), linear.gated_variant(100, 72, F32, "gelu_tanh")]
-    found += [sampler.sample_variant(LARGE.vocab, BF16, True, True), sampler.changed_logits_variant(LARGE.vocab, BF16)]
+    found += [sampler.sample_variant(LARGE.vocab, BF16, changes, changes) for changes in (False, True)]
+    found += [sampler.changed_logits_variant(LARGE.vocab, BF16), trainer.activation_variant(BF16, "silu")]
     found += [logprobs.logprobs_variant(LARGE.vocab, BF16, True), logprobs.logprobs_grad_variant(LARGE.vocab, BF16, True)]
-    found.append(trainer.activation_variant(BF16, "silu"))
-    found += [_attention(SMALL, F32), attention.attention_variant(2, 2, 80, 16, BF16, False)]
     return found
+
+
+def all_variants() -> list[Variant]:
+    """Those, the large tiles, and what differs in a flag, a dtype or the size of a head alone."""
+    found = [*quick_variants(), *large_variants(), *_linears(SMALL, F32), *_rows(SMALL, F32)]
+    found += [_attention(SMALL, F32), attention.attention_variant(2, 2, 80, 16, BF16, False)]
+    for changes, mask in ((False, False), (True, False), (False, True), (True, True)):
+        found += [sampler.sample_variant(LARGE.vocab, dtype, changes, mask) for dtype in (BF16, F32)]
+    found.append(sampler.changed_logits_variant(LARGE.vocab, F32))
+    for dtype in (BF16, F32):
+        found += [trainer.activation_variant(dtype, "silu"), trainer.activation_variant(dtype, "gelu_tanh")]
+        for entropy in (False, True):
+            found += [logprobs.logprobs_variant(LARGE.vocab, dtype, entropy), logprobs.logprobs_grad_variant(LARGE.vocab, dtype, entropy)]
+    return list({variant.name: variant for variant in found}.values())

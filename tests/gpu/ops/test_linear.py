@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from rollsync.kernels import reference as ref
+from rollsync.kernels.gpu import tiles
 from rollsync.kernels.gpu.ops import add_parts, gated, linear, linear_gated, linear_parts
 from torch import Tensor
 
@@ -81,6 +82,21 @@ def test_rows_of_any_length_can_come_out(data: ModuleType, device: str, dtype: t
     assert torch.equal(linear_gated(x, some, "silu"), linear_gated(x, torch.cat([w, w]), "silu")[:, :n])
     parts = linear_parts(x, w, torch.empty(4, 5, N, device=device))
     assert torch.equal(add_parts(parts[:, :, :n], dtype=dtype), linear(x, w, shards=4)[:, :n])
+
+
+def test_larger_tiles(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # That the numbers are right; whether the bits are, too, is measured by gpu_check.py.
+    monkeypatch.setitem(tiles.LARGE_TILES, torch.float32, (tiles.Tile(64, 64, 32, 8, 3), tiles.Tile(64, 32, 32, 8, 3)))
+    g = torch.Generator().manual_seed(4)
+    x, w = (torch.randn(n, 256, generator=g).to(dtype).to(device) for n in (150, 2 * N))
+    calls = (lambda: linear(x, w), lambda: linear(x, w, shards=4), lambda: linear_gated(x, w, "silu"))
+    before = [call() for call in calls]
+    monkeypatch.setattr(tiles, "LARGE_FROM", 151)
+    assert not tiles.takes_large(150, dtype)
+    monkeypatch.setattr(tiles, "LARGE_FROM", 150)
+    assert tiles.takes_large(150, dtype)
+    for call, want in zip(calls, before, strict=True):
+        assert near(call(), want.cpu(), dtype)
 
 
 def test_mistakes_are_named(device: str) -> None:
