@@ -149,7 +149,7 @@ class GpuProgram:
         """A row-parallel layer. In steps of few tokens its ranges of K are summed side by side: the same tree, so the same bits."""
         n, k = self._shape(weight)
         shards, most = effective_shards(k, self._k_shards), self._tokens_apart(n)
-        room = self._buffer("parts", n, torch.float32, shards * most) if shards > 1 and most else None
+        room = self._buffer("parts", n, torch.float32, self._k_shards * most) if shards > 1 and most else None  # layers differ in shards
 
         def call(s: Shape) -> None:
             T = s.tokens

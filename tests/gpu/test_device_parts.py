@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,19 @@ def test_graph_sizes_cover_all_batches_and_a_size_is_recorded_once() -> None:
     assert (len(ran), len(recorded)) == (2, 2), "warm-up, twice replayed; after a release warmed up anew"
 
 
+def test_a_capture_that_fails_costs_its_graph_alone_and_after_three_none_is_tried() -> None:
+    tried, ran = [], []
+
+    def capture(work: object) -> Any:
+        tried.append(work)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = Graphs(HostQueue(capture), graph_sizes(16))
+    for _ in range(6):
+        graphs.run(4, lambda: ran.append(1))
+    assert (len(ran), len(tried)) == (6, 3), "every step is run, the first to warm up"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_devices_digest_is_the_digest(dtype: torch.dtype) -> None:
     whole = torch.randn(37, 301).to(dtype)
@@ -86,9 +100,13 @@ def test_the_device_check_runs_on_the_interpreter_and_one_broken_section_costs_n
     assert "8 of 8 checks met in 6 sections" in found["results"][0]["what"]
     assert "linear float32: classes of M beyond one" in done.stdout
     break_one = "from rollsync.benchmarks import gpu_check, gpu_kernels as k; import sys; k.tiles = lambda c: c.add('x', 1 / 0); "
-    code = break_one + "sys.exit(gpu_check.main(['--dry-run', '--sections', 'tiles,shards']))"
-    done = run([sys.executable, "-c", code])
-    assert done.returncode == 2 and "FAILED: ZeroDivisionError" in done.stdout and "k_shards = 4" in done.stdout
+    break_all = "gpu_check.broken = lambda device: True; start, gpu_check.os.execv = gpu_check.os.execv, "
+    break_all += "lambda path, argv: start(path, [*argv, '--dry-run']); "
+    for more in ("", break_all):
+        code = break_one + more + "sys.exit(gpu_check.main(['--dry-run', '--sections', 'tiles,shards']))"
+        done = run([sys.executable, "-c", code])
+        assert done.returncode == 2 and "FAILED: ZeroDivisionError" in done.stdout and "k_shards = 4" in done.stdout
+        assert ("starting over with shards" in done.stderr) == bool(more)
 
 
 def test_an_engine_on_the_cpu_brings_in_no_triton() -> None:
