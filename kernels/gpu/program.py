@@ -21,9 +21,9 @@ from .arrays import DeviceArrays
 from .attention import SPLIT
 from .device_sampler import DeviceSampler
 from .graphs import Graphs
-from .linear import TILES
 from .pool import GpuKv
 from .queue import Queue
+from .tiles import TILES
 from .weights import GpuWeights, give_back, memory_errors, take
 
 LOGITS_BYTES = 1 << 30
