@@ -79,7 +79,7 @@ def large_variants() -> list[Variant]:
 
 def quick_variants() -> list[Variant]:
     """One or two of each kernel, with what every step launches among them."""
-    found = [*main_variants(), *_rows(LARGE, BF16), kv.copy_blocks_variant(), _attention(WIDE, BF16, capped=True)]
+    found = [*main_variants(), *_rows(LARGE, BF16), kv.copy_blocks_variant()]
     found += [linear.linear_variant(SMALL.width, SMALL.mlp, F32, F32, 4, residual=True), linear.gated_variant(100, 72, F32, "gelu_tanh")]
     found += [sampler.sample_variant(LARGE.vocab, BF16, changes, changes) for changes in (False, True)]
     found += [sampler.changed_logits_variant(LARGE.vocab, BF16), trainer.activation_variant(BF16, "silu")]
@@ -90,7 +90,7 @@ def quick_variants() -> list[Variant]:
 def all_variants() -> list[Variant]:
     """Those, the large tiles, and what differs in a flag, a dtype or the size of a head alone."""
     found = [*quick_variants(), *large_variants(), *_linears(SMALL, F32), *_rows(SMALL, F32)]
-    found += [_attention(SMALL, F32), attention.attention_variant(2, 2, 80, 16, BF16, False)]
+    found += [_attention(WIDE, BF16, capped=True), _attention(SMALL, F32), attention.attention_variant(2, 2, 80, 16, BF16, False)]
     for changes, mask in ((False, False), (True, False), (False, True), (True, True)):
         found += [sampler.sample_variant(LARGE.vocab, dtype, changes, mask) for dtype in (BF16, F32)]
     found.append(sampler.changed_logits_variant(LARGE.vocab, F32))
