@@ -46,7 +46,8 @@ def token_logprobs(
         token_ids_T: [...] integers, in [0, V).
         temperature: >= 0; a number, or one per row, flattened: as `top_k` (0: all), `top_p` and `min_p`.
         vocab_limit: ids from here on are padding of the head and never drawn; by default none is.
-        mask: what the engine reported as `sampling_mask`, of all rows (`SamplingMask.join` joins several); instead of the four above.
+        mask: what the engine reported as `sampling_mask`, of all rows (`SamplingMask.join` joins several); instead of
+            vocab_limit, top_k, top_p and min_p. The temperature counts still.
         build: kernels to compute with, by default the fastest here. No bit depends on it.
         threads: by default torch's number.
 

@@ -91,5 +91,6 @@ def in_words(file: str, report: ReplayReport, skipped: list[str], kernels: str) 
         lines += ["", f"skipped: {len(skipped)} lines, the first:", f"  {skipped[0]}"]
     if report.first_mismatch is not None:
         lines += ["", f"first difference: {report.first_mismatch}"]
-    verdict = "every bit is equal" if report.all_equal else "NOT equal" if report.samples else "nothing was compared"
+    of = f" of the lines that were not skipped ({len(skipped)} were)" if skipped else ""
+    verdict = f"every bit is equal{of}" if report.all_equal else "NOT equal" if report.samples else "nothing was compared"
     return "\n".join([*lines, "", verdict])

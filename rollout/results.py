@@ -66,7 +66,9 @@ class RolloutResult:
     results: list[PromptResult]
     usage: dict[str, int]
     fingerprint: str = ""
-    """of the server's numerics; equal fingerprints mean equal bits for equal weights"""
+    """of the server's numerics; equal fingerprints mean equal bits for equal weights and dtype"""
+    dtype: str = ""
+    """bfloat16 or float32; empty from a server that does not say"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +228,8 @@ def parse_result(wire: dict[str, Any]) -> RolloutResult:
         ids = unpack_array(item["prompt_token_ids"]) if error is None else []
         samples = [_read(Sample, s) for s in item.get("samples", ())]
         results.append(PromptResult(prompt_index=item["prompt_index"], prompt_token_ids=ids, samples=samples, error=error))
-    return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"], fingerprint=wire.get("fingerprint", ""))
+    said = {name: wire.get(name, "") for name in ("fingerprint", "dtype")}
+    return RolloutResult(id=wire["id"], model=wire["model"], results=results, usage=wire["usage"], **said)
 
 
 def _ids(ids: list[Any]) -> Any:

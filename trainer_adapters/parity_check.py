@@ -237,7 +237,10 @@ class _Comparison:
         self.report.dtype = ours
         for sample in batch:
             if sample.dtype not in (None, ours):
-                raise ParityError(f"{sample.where} was made in {sample.dtype}, and this trainer computes in {ours}: they must agree")
+                raise ParityError(
+                    f"{sample.where} was made in {sample.dtype}, and this trainer computes in {ours}: they must agree (float32 masters "
+                    "compute in bfloat16 under torch.autocast)"
+                )
 
     def _compare(self, batch: Sequence[Sampled], rows: _Rows, computed: dict[str, npt.NDArray[np.float32]]) -> None:
         report, first = self.report, 0

@@ -86,6 +86,8 @@ def _real_span(mask: Any, rows: int, length: int) -> tuple[npt.NDArray[Any], npt
     if tuple(mask.shape) != (rows, length):
         raise ParityError(f"attention_mask must be [{rows}, {length}] as the tokens are, got {[*mask.shape]}")
     real = mask.cpu().numpy() != 0
+    if ((mask != 0) & (mask != 1)).any():
+        raise ParityError("attention_mask holds numbers other than 0 and 1: mark packed sequences by position_ids or cu_seq_lens_q")
     count = real.sum(axis=1)
     begin = real.argmax(axis=1)
     inside = np.arange(length)

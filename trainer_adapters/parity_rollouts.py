@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from .. import __version__
 from ..kernels.sampling_mask import SamplingMask
+from ..rollout.engine.params import SamplingParams
 from .errors import ParityError
 
 COLUMNS = ("model_logprobs", "temperature_logprobs", "entropy", "logprobs")
@@ -61,15 +62,16 @@ def read_rollouts(
         ParityError: two things differ that must agree, or there is nothing to compare.
     """
     fingerprint = fingerprint or getattr(rollouts, "fingerprint", None) or None
+    dtype = dtype or getattr(rollouts, "dtype", None) or None
     found = []
-    for where, prompt, sample, own in _samples(getattr(rollouts, "results", rollouts), params):
-        stated = getattr(sample, "fingerprint", None) or fingerprint
+    for where, prompt, sample, entry, own in _samples(getattr(rollouts, "results", rollouts), params):
+        stated = getattr(entry, "fingerprint", None) or fingerprint
         _agree(where, "numerics", stated, trainer_fingerprint)
-        _agree(where, "rollsync version", getattr(sample, "version", None) or library_version, __version__)
+        _agree(where, "rollsync version", getattr(entry, "version", None) or library_version, __version__)
         _check_versions(where, sample, weight_version)
         _check_ids(where, [*prompt, *sample.token_ids], vocab_size)
         if sample.token_ids:
-            found.append(_sampled(where, prompt, sample, own, stated, getattr(sample, "dtype", None) or dtype))
+            found.append(_sampled(where, prompt, sample, own, stated, getattr(entry, "dtype", None) or dtype))
     if not found:
         raise ParityError("there is nothing to compare: no rollout holds a token")
     if not any(s.columns for s in found):
@@ -80,20 +82,35 @@ def read_rollouts(
     return found
 
 
-def _samples(rollouts: Any, params: Any) -> Iterator[tuple[str, list[int], Any, Any]]:
-    """(where, prompt, sample, params or None) of prompts with samples, or of lines of a trace."""
-    for p, entry in enumerate(rollouts):
-        own = params[p] if isinstance(params, Sequence) else params
-        own = getattr(entry, "params", None) or own
+def _samples(rollouts: Any, params: Any) -> Iterator[tuple[str, list[int], Any, Any, SamplingParams | None]]:
+    """(where, prompt, sample, what it came in, params or None) of prompts with samples, or of lines of a trace."""
+    if isinstance(rollouts, str | bytes | Mapping) or not isinstance(rollouts, Iterable):
+        raise ParityError(f"rollouts must be a list of outputs, a RolloutResult or the records of a trace, got {type(rollouts).__name__}")
+    entries = list(rollouts)
+    given = list(params) if isinstance(params, Sequence) else [params] * len(entries)
+    if len(given) != len(entries):
+        raise ParityError(f"params must be one, or one for each of the {len(entries)} rollouts, got {len(given)}")
+    for p, (entry, other) in enumerate(zip(entries, given, strict=True)):
+        if not hasattr(entry, "prompt_token_ids"):
+            raise ParityError(f"rollouts[{p}] is a {type(entry).__name__}, which holds no prompt_token_ids")
+        own = _params(getattr(entry, "params", None) or other)
         prompt = list(entry.prompt_token_ids)
         if hasattr(entry, "samples"):
             for i, sample in enumerate(entry.samples):
                 index = getattr(sample, "index", getattr(sample, "sample_index", i))
-                yield f"prompt {p}, sample {index}", prompt, sample, own
+                yield f"prompt {p}, sample {index}", prompt, sample, entry, own
         elif hasattr(entry, "line"):
-            yield f"line {entry.line} (sample {entry.sample_index})", prompt, entry, own
+            yield f"line {entry.line} (sample {entry.sample_index})", prompt, entry, entry, own
         else:
-            yield f"sample {p}", prompt, entry, own
+            yield f"sample {p}", prompt, entry, entry, own
+
+
+def _params(given: Any) -> SamplingParams | None:
+    if given is None or isinstance(given, SamplingParams):
+        return given
+    if isinstance(given, Mapping):
+        return SamplingParams.from_wire(dict(given))
+    raise ParityError(f"params must be SamplingParams or a dict of its fields, got {type(given).__name__}")
 
 
 def _agree(where: str, what: str, theirs: Any, ours: Any) -> None:
@@ -118,7 +135,9 @@ def _check_ids(where: str, ids: list[int], vocab_size: int) -> None:
         raise ParityError(f"{where} holds token id {wrong}, and this model has {vocab_size} ids: the rollouts are another model's")
 
 
-def _sampled(where: str, prompt: list[int], sample: Any, params: Any, fingerprint: str | None, dtype: str | None) -> Sampled:
+def _sampled(
+    where: str, prompt: list[int], sample: Any, params: SamplingParams | None, fingerprint: str | None, dtype: str | None
+) -> Sampled:
     columns = {}
     for name in COLUMNS:
         values = getattr(sample, name, None)
@@ -134,26 +153,25 @@ def _sampled(where: str, prompt: list[int], sample: Any, params: Any, fingerprin
     if params is None:
         for name in ("temperature_logprobs", "entropy"):
             columns.pop(name, None)
+    drawn_by = params or SamplingParams()
     return Sampled(
-        where=where, prompt_token_ids=prompt, token_ids=list(sample.token_ids), columns=columns,
-        temperature=float(getattr(params, "temperature", 1.0)), top_k=int(getattr(params, "top_k", 0)),
-        top_p=float(getattr(params, "top_p", 1.0)), min_p=float(getattr(params, "min_p", 0.0)), mask=mask, fingerprint=fingerprint,
-        dtype=dtype, no_logprobs=no_logprobs,
+        where=where, prompt_token_ids=prompt, token_ids=list(sample.token_ids), columns=columns, temperature=drawn_by.temperature,
+        top_k=drawn_by.top_k, top_p=drawn_by.top_p, min_p=drawn_by.min_p, mask=mask, fingerprint=fingerprint, dtype=dtype,
+        no_logprobs=no_logprobs,
     )  # fmt: skip
 
 
-def _objection(params: Any, mask: SamplingMask | None) -> str:
+def _objection(params: SamplingParams | None, mask: SamplingMask | None) -> str:
     """Why the `logprobs` of a sample cannot be computed from the model's logits alone; empty if they can."""
     if params is None:
         return "params were not given"
-    changed: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    for name, off in changed.items():
-        if getattr(params, name, off) != off:
+    for name, off in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
+        if getattr(params, name) != off:
             return f"{name} changed the logits"
-    if getattr(params, "logit_bias", None):
+    if params.logit_bias:
         return "logit_bias changed the logits"
-    if mask is None and getattr(params, "allowed_token_ids", None) is not None:
+    if mask is None and params.allowed_token_ids is not None:
         return "allowed_token_ids without sampling_mask"
-    if mask is None and int(getattr(params, "min_tokens", 0)) > 0:
+    if mask is None and params.min_tokens > 0:
         return "min_tokens without sampling_mask"
     return ""

@@ -43,6 +43,12 @@ class RolloutOutput:
     """the engine (or tokenizer) that `texts` decodes with; it stays in this process"""
     include_stop_str: bool = field(default=False, repr=False)
     """whether `texts` keep the stop string that ended a sample"""
+    params: SamplingParams | None = field(default=None, repr=False)
+    """what the samples were drawn by; None for a prompt that was refused"""
+    dtype: str = field(default="", repr=False)
+    """the engine's"""
+    fingerprint: str = field(default="", repr=False)
+    """of the engine's numerics; equal ones mean equal bits for equal weights and dtype"""
 
     def __post_init__(self, tokenizer_source: Any) -> None:
         self._source = tokenizer_source
@@ -262,15 +268,21 @@ def generate(
     """See `Engine.generate`."""
     items = _requests(engine, prompts, params, include, id_prefix, on_error)
     samples = _run(engine, [item for item in items if isinstance(item, RolloutRequest)], progress)
-    return [
-        RolloutOutput(
-            prompt_token_ids=list(item.prompt_token_ids), samples=samples[item.request_id], tokenizer_source=engine,
-            include_stop_str=item.params.include_stop_str_in_output,
-        )
-        if isinstance(item, RolloutRequest)
-        else RolloutOutput(prompt_token_ids=[], samples=item, tokenizer_source=engine)
-        for item in items
-    ]
+    return [_output(engine, item, samples) for item in items]
+
+
+def _output(engine: Engine, item: RolloutRequest | list[SampleOutput], samples: dict[str, list[SampleOutput]]) -> RolloutOutput:
+    if not isinstance(item, RolloutRequest):
+        return RolloutOutput(prompt_token_ids=[], samples=item, tokenizer_source=engine)
+    return RolloutOutput(
+        prompt_token_ids=list(item.prompt_token_ids),
+        samples=samples[item.request_id],
+        tokenizer_source=engine,
+        include_stop_str=item.params.include_stop_str_in_output,
+        params=item.params,
+        dtype=engine.info.dtype,
+        fingerprint=engine.info.fingerprint,
+    )
 
 
 def score(

@@ -253,6 +253,8 @@ class SamplingParams:
 
 SAMPLING_NAMES = frozenset(f.name for f in fields(SamplingParams))
 ELSEWHERE = {
+    "forced_token_ids": "it belongs to a prompt, beside its text or token_ids",
+    "continue_from": "it belongs to a prompt, beside its text or token_ids",
     "logprobs": "logprobs always come; top_logprobs is for alternatives",
     "prompt_logprobs": 'name "prompt_logprobs" in include',
     "max_new_tokens": "here it is max_tokens",

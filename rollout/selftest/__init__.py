@@ -39,21 +39,28 @@ def _parser() -> argparse.ArgumentParser:
         "--full",
         action="store_true",
         help="also after a weight update, over 1, 2 and 4 ranks, and by a Hugging Face trainer under parity; more page sizes and thread "
-        "counts, and the reference in plain torch (minutes)",
+        "counts, and the reference in plain torch (some five minutes)",
     )
     return parser
 
 
 class _Status:
-    """One line on stderr while something runs, if somebody looks."""
+    """One line on stderr while something runs; where no terminal looks, a new one now and then."""
+
+    EVERY_S = 15.0
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty()
+        self._said = time.monotonic()
 
     def __call__(self, text: str = "") -> None:
-        if self._on:
+        now = time.monotonic()
+        if self._terminal:
             sys.stderr.write(f"\r\x1b[K{text[:100]}")
             sys.stderr.flush()
+        elif text and now - self._said > self.EVERY_S:
+            self._said = now
+            print(text, file=sys.stderr, flush=True)
 
 
 def _count(count: int, what: str) -> str:

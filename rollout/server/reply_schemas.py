@@ -67,7 +67,8 @@ PROMPT_RESULT = reply_schema(
 HEAD = (
     Item("id", STRING, "the request_id, given or made"),
     Item("model", STRING),
-    Item("fingerprint", STRING, "of the numerics: equal fingerprints and weights give equal bits"),
+    Item("dtype", STRING, "of the model as it runs: bfloat16 or float32"),
+    Item("fingerprint", STRING, "of the numerics: equal fingerprints, dtypes and weights give equal bits"),
 )
 
 ROLLOUTS_REPLY = reply_schema(

@@ -108,6 +108,11 @@ class RolloutService:
         """Of the numerics: which specification, settings and build-independent bits these logprobs come from."""
         return str(self.engine.snapshot.info.get("fingerprint", ""))
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a reply says of its engine."""
+        return {"model": self.model, "dtype": str(self.engine.snapshot.info.get("dtype", "")), "fingerprint": self.fingerprint}
+
     def open(self, call: RolloutCall) -> Ticket:
         """Register a call and begin it, read by its caller. Raises EngineDead, NotReady, IllegalState, DuplicateRequest, DetachLimit."""
         if self.engine.dead is not None:
@@ -196,7 +201,7 @@ class RolloutService:
                 continue
             done = sorted(samples[i], key=lambda s: int(s["index"]))
             results.append({"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids or ()), "samples": done})
-        body: dict[str, Any] = {"id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "results": results}
+        body: dict[str, Any] = {"id": ticket.id, **self.facts, "results": results}
         body["usage"] = usage.to_reply(ticket, set(errors))
         if len(errors) < len(results):
             return body, 200
@@ -213,7 +218,7 @@ class RolloutService:
                 if ids:
                     prompts.append({"prompt_index": i, "prompt_token_ids": pack_array("<i4", ids)})
                     await turns.after(PROMPT_TOKENS + len(ids))
-            yield {"event": "start", "id": ticket.id, "model": self.model, "fingerprint": self.fingerprint, "prompts": prompts}
+            yield {"event": "start", "id": ticket.id, **self.facts, "prompts": prompts}
             async for i, item in ticket.events():
                 if isinstance(item, RollsyncError):
                     failed.add(i)
