@@ -65,13 +65,13 @@ def read_rollouts(
     dtype = dtype or getattr(rollouts, "dtype", None) or None
     found = []
     for where, prompt, sample, entry, own in _samples(getattr(rollouts, "results", rollouts), params):
-        stated = getattr(entry, "fingerprint", None) or fingerprint
+        stated = fingerprint or getattr(entry, "fingerprint", None) or None
         _agree(where, "numerics", stated, trainer_fingerprint)
         _agree(where, "rollsync version", getattr(entry, "version", None) or library_version, __version__)
         _check_versions(where, sample, weight_version)
         _check_ids(where, [*prompt, *sample.token_ids], vocab_size)
         if sample.token_ids:
-            found.append(_sampled(where, prompt, sample, own, stated, getattr(entry, "dtype", None) or dtype))
+            found.append(_sampled(where, prompt, sample, own, stated, dtype or getattr(entry, "dtype", None) or None))
     if not found:
         raise ParityError("there is nothing to compare: no rollout holds a token")
     if not any(s.columns for s in found):

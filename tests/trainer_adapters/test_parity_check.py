@@ -51,6 +51,25 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Made(folder=folder, dtype=request.param, outputs=outputs, fingerprint=fingerprint, trace=root / "trace.jsonl")
 
 
+def silent(outputs: list[Any]) -> list[Any]:
+    """Outputs that say nothing of their engine and parameters."""
+    return [replace(output, params=None, dtype="", fingerprint="") for output in outputs]
+
+
+def test_outputs_say_how_they_were_drawn_or_are_told(made: Made) -> None:
+    model = load(made.folder, made.dtype)
+    told = {"temperature": 0.7, "top_p": 0.95, "top_k": 60}
+    for report in (parity.check(model, made.outputs), parity.check(model, silent(made.outputs), params=told)):
+        assert report.all_equal and set(report.columns) == {*COLUMNS, "logprobs"} and not report.left_out, str(report)
+    assert parity.check(model, made.outputs).rollout_fingerprint == made.fingerprint
+    with pytest.raises(parity.ParityError, match=r"was made in .*, and this trainer computes in .*autocast"):
+        parity.check(load(made.folder, "bfloat16" if made.dtype == "float32" else "float32"), made.outputs)
+    with pytest.raises(parity.ParityError, match="rollouts must be a list of outputs, .* got RolloutOutput"):
+        parity.check(model, made.outputs[0])
+    with pytest.raises(parity.ParityError, match="params must be SamplingParams or a dict of its fields, got str"):
+        parity.check(model, silent(made.outputs), params=["hot"] * 5)
+
+
 def test_all_that_a_rollout_holds_is_equal(made: Made) -> None:
     model = load(made.folder, made.dtype)
     for padding in ("right", "left", "packed"):
@@ -105,7 +124,7 @@ def test_one_changed_bit_is_found_and_shown(made: Made) -> None:
 def test_another_order_of_adding_is_found(make_case: Callable[..., Case]) -> None:
     """Here of the row-parallel layers alone; a fingerprint would refuse it, if one were given."""
     case = make_case("llama", "bfloat16")
-    report = parity.check(case.model(), case.outputs, k_shards=1)
+    report = parity.check(case.model(), silent(case.outputs), k_shards=1)
     assert report.equal < report.total and report.first_mismatch is not None
 
 
@@ -126,11 +145,12 @@ def test_what_differs_is_named(case: str, made: Made) -> None:
     if "fingerprint" in options:
         options = {**options, "fingerprint": made.fingerprint}
     with pytest.raises(parity.ParityError, match=words):
-        parity.check(load(made.folder, made.dtype), made.outputs, **options)
+        parity.check(load(made.folder, made.dtype), silent(made.outputs), **options)
 
 
 def test_rollouts_that_cannot_be_compared_are_refused(made: Made) -> None:
-    model, output = load(made.folder, made.dtype), made.outputs[0]
+    outputs = silent(made.outputs)
+    model, output = load(made.folder, made.dtype), outputs[0]
     bare = replace(output, samples=[replace(s, model_logprobs=None) for s in output.samples])
     with pytest.raises(parity.ParityError, match=r"hold no model_logprobs .*params were not given"):
         parity.check(model, [bare])
@@ -144,13 +164,14 @@ def test_rollouts_that_cannot_be_compared_are_refused(made: Made) -> None:
     mixed = [{"version": 0, "start": 0, "end": 20}, {"version": 0, "start": 20, "end": 24, "mixed_kv": 1}]
     with pytest.raises(parity.ParityError, match="prompt 0, sample 0 was made in part on a KV cache of older weights"):
         parity.check(model, [replace(output, samples=[replace(output.samples[0], weight_versions=mixed)])])
-    report = parity.check(model, made.outputs, params=replace(PARAMS, logit_bias={3: 1.0}))
+    report = parity.check(model, outputs, params=replace(PARAMS, logit_bias={3: 1.0}))
     assert report.all_equal and report.left_out == {"logit_bias changed the logits": 240}
 
 
 def test_tokens_that_nobody_compared_are_not_equal_ones(made: Made) -> None:
-    bare = [replace(o, samples=[replace(s, model_logprobs=None) for s in o.samples]) for o in made.outputs]
-    report = parity.check(load(made.folder, made.dtype), [made.outputs[0], *bare[1:]])
+    outputs = silent(made.outputs)
+    bare = [replace(o, samples=[replace(s, model_logprobs=None) for s in o.samples]) for o in outputs]
+    report = parity.check(load(made.folder, made.dtype), [outputs[0], *bare[1:]])
     assert report.all_equal and (report.samples, report.equal, report.total, report.not_compared) == (2, 48, 48, 192)
     assert report.to_dict()["not_compared"] == 192 and "192 tokens were not compared" in str(report)
     assert report.left_out == {"params were not given": 240}

@@ -106,6 +106,7 @@ def _mask(*rows: list[int]) -> Tensor:
 TEN = torch.arange(10)
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "hole": ({"attention_mask": _mask([1] * 10, [1] * 4 + [0] + [1] * 5)}, "attention_mask has a hole in row 1"),
+    "document numbers": ({"attention_mask": _mask([1] * 5 + [2] * 5, [1] * 10)}, "numbers other than 0 and 1: .* position_ids"),
     "4d": ({"attention_mask": torch.zeros(2, 1, 10, 10)}, r"attention_mask must be \[2, 10\] .* got \[2, 1, 10, 10\]"),
     "longer mask": ({"attention_mask": torch.ones(2, 12)}, r"attention_mask must be \[2, 10\] as the tokens are, got \[2, 12\]"),
     "positions": ({"position_ids": TEN[None] + 1}, "row 0, place 0 says 1, but it is token 0 of its sequence"),
