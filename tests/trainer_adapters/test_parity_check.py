@@ -64,7 +64,7 @@ def test_outputs_say_how_they_were_drawn_or_are_told(made: Made) -> None:
     assert parity.check(model, made.outputs).rollout_fingerprint == made.fingerprint
     with pytest.raises(parity.ParityError, match=r"was made in .*, and this trainer computes in .*autocast"):
         parity.check(load(made.folder, "bfloat16" if made.dtype == "float32" else "float32"), made.outputs)
-    with pytest.raises(parity.ParityError, match="rollouts must be a list of outputs, .* got RolloutOutput"):
+    with pytest.raises(parity.ParityError, match=r"rollouts must be a list of outputs, .* got RolloutOutput"):
         parity.check(model, made.outputs[0])
     with pytest.raises(parity.ParityError, match="params must be SamplingParams or a dict of its fields, got str"):
         parity.check(model, silent(made.outputs), params=["hot"] * 5)
