@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
 from ...kernels.gpu.arrays import DeviceArrays
 from ...kernels.gpu.graphs import Graphs, graph_sizes
+from ...kernels.gpu.launch import TRITON_VERSION
 from ...kernels.gpu.pool import GpuKv
 from ...kernels.gpu.program import GpuProgram
 from ...kernels.gpu.queue import CudaQueue, Queue
@@ -116,5 +116,5 @@ class GpuDevice:
 def fingerprint(device: torch.device, k_shards: int, head_dtype: str | None) -> str:
     """Of what the bits of these kernels depend on: device model, versions, settings. Equal ones promise equal bits."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    parts = ("triton", model, torch.__version__, triton.__version__, SPEC_VERSION, k_shards, head_dtype or "model dtype")
+    parts = ("triton", model, torch.__version__, TRITON_VERSION, SPEC_VERSION, k_shards, head_dtype or "model dtype")
     return "gpu-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
