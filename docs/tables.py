@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,26 @@ def parity_table(report: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-TABLES = {"parity": parity_table, "throughput": throughput_table, "startup": startup_table, "weight_sync": weight_sync_table}
+def shards_table(report: dict[str, Any]) -> str:
+    """Sums in parts against one accumulator, and ranks on one host against one rank: times the time."""
+    sides = {"shards": ["k_shards 4"], "ranks": ["tp 2", "tp 4"]}
+    rows = ["| case | 4 partial sums, times one sum | 2 ranks, times one rank | 4 ranks |", "| --- | --- | --- | --- |"]
+    for name in report["shards"]:
+        cells = []
+        for part, names in sides.items():
+            found = report[part].get(name, {}).get("times_the_time", {})
+            cells += [f"{found[side]['ratio_of_medians']:.2f}" if side in found else "" for side in names]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "parity": parity_table,
+    "shards": shards_table,
+    "throughput": throughput_table,
+    "startup": startup_table,
+    "weight_sync": weight_sync_table,
+}
 
 
 def benchmark_tables() -> str:
