@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import native_lib
 from . import reference as ref
-from .native_ops import NativeOps
+from .native_ops import NativeOps, check_threads
 from .reference_sampler import SampleResult, SamplerRows
 from .sampling_mask import ALL, BITS, SamplingMask, row_words
 
@@ -23,7 +23,7 @@ Column = float | Sequence[float] | Tensor | Array
 
 KINDS: dict[str, Any] = {"temperature": np.float64, "top_k": np.int64, "top_p": np.float64, "min_p": np.float32}
 RANGES: dict[str, tuple[str, Callable[[Array], Array]]] = {
-    "temperature": ("finite and at least 0", lambda x: np.isfinite(x) & (x >= 0)),
+    "temperature": ("0 (greedy) or finite and at least 1e-8", lambda x: np.isfinite(x) & ((x == 0) | (x >= 1e-8))),
     "top_k": ("at least 0", lambda x: x >= 0),
     "top_p": ("in (0, 1]", lambda x: (x > 0) & (x <= 1)),
     "min_p": ("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
@@ -50,6 +50,8 @@ class Backend:
     """The sampler and the head of one build ("amx", "avx512", "avx2" or "reference"; None: the fastest here)."""
 
     def __init__(self, build: str | None = None, threads: int | None = None) -> None:
+        if threads is not None:
+            check_threads(threads)
         self.build = default_build() if build is None else build
         self._ops: NativeOps | None = None
         if self.build != "reference":
@@ -106,6 +108,8 @@ class Rows:
             fits = vocab_limit is None or vocab_limit == mask.vocab_size
             check(name, fits, f"vocab_limit is {vocab_limit}, and the mask's {mask.vocab_size}")
             vocab_limit = mask.vocab_size
+        whole = vocab_limit is None or isinstance(vocab_limit, int | np.integer)
+        check(name, whole, f"vocab_limit must be a whole number, got {vocab_limit!r}")
         self.limit = vocab if vocab_limit is None else int(vocab_limit)
         check(name, 0 < self.limit <= vocab, f"vocab_limit must be in [1, {vocab}], got {self.limit}")
         temperature = self._columns["temperature"]

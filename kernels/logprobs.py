@@ -44,12 +44,12 @@ def token_logprobs(
     Args:
         logits_TV: [..., V] bfloat16 or float32, on the CPU; float32 copies of bfloat16 values give the same bits.
         token_ids_T: [...] integers, in [0, V).
-        temperature: >= 0; a number, or one per row, flattened: as `top_k` (0: all), `top_p` and `min_p`.
+        temperature: 0, or >= 1e-8; a number, or one per row, flattened: as `top_k` (0: all), `top_p` and `min_p`.
         vocab_limit: ids from here on are padding of the head and never drawn; by default none is.
         mask: what the engine reported as `sampling_mask`, of all rows (`SamplingMask.join` joins several); instead of
             vocab_limit, top_k, top_p and min_p. The temperature counts still.
         build: kernels to compute with, by default the fastest here. No bit depends on it.
-        threads: by default torch's number.
+        threads: at least 1, by default torch's number.
 
     Returns:
         [...] float32.

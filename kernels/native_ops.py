@@ -32,6 +32,12 @@ def _check(name: str, ok: bool, problem: str) -> None:
         raise ValueError(f"{name}: {problem}")
 
 
+def check_threads(threads: Any) -> None:
+    """Raises ValueError where it is no whole number, or below 1 (which the kernels would divide by, or wait on for ever)."""
+    whole = isinstance(threads, int | np.integer) and not isinstance(threads, bool)
+    _check("threads", whole and threads >= 1, f"must be a whole number of at least 1, got {threads!r}")
+
+
 def _check_heads(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> None:
     heads, kv_heads = q_TNH.shape[1], k_LKH.shape[1]
     _check("attention", k_LKH.shape == v_LKH.shape and k_LKH.shape[2] == q_TNH.shape[2], "k and v must both be [L, K, H]")
@@ -43,7 +49,8 @@ class NativeOps:
     """The ops of one native build, on `threads` threads. Inputs are bfloat16 or float32 on the CPU, outputs have their dtype."""
 
     def __init__(self, library: nl.NativeLibrary, threads: int = 1) -> None:
-        self.library, self.threads = library, threads
+        check_threads(threads)
+        self.library, self.threads = library, int(threads)
 
     def _run(self, step: nl.Step, *ops: nl.Op) -> None:
         self.library.run((nl.Op * len(ops))(*ops), 0, len(ops), step, self.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,11 @@ def test_mistakes_are_named() -> None:
         ("logits must be a bfloat16 or float32", lambda: token_logprobs(logits.half(), ids)),
         ("row 1 have a NaN", lambda: token_logprobs(broken, ids)),
         ("top_p must be in", lambda: token_logprobs(logits, ids, top_p=0.0)),
-        ("temperature must be finite and at least 0, got -1", lambda: token_logprobs(logits, ids, temperature=[1.0, -1.0])),
+        (r"temperature must be 0 \(greedy\) or .*, got -1", lambda: token_logprobs(logits, ids, temperature=[1.0, -1.0])),
+        ("temperature must be .* at least 1e-8, got 1e-40", lambda: token_logprobs(logits, ids, temperature=1e-40)),
+        ("vocab_limit must be a whole number, got 1.5", lambda: token_logprobs(logits, ids, vocab_limit=1.5)),
+        *((f"threads: must be a whole number .*, got {n}", partial(token_logprobs, logits, ids, threads=n)) for n in (0, -1, 1.5)),
+        ("threads: .* got 0", lambda: hidden_token_logprobs_and_entropy(logits, logits, ids * 0, threads=0)),
         ("temperature must be a number or \\[2\\]", lambda: token_logprobs(logits, ids, temperature=[1.0])),
         ("top_k must be at least 0, got 1.5", lambda: token_logprobs(logits, ids, top_k=1.5)),
         ("vocab_limit must be in \\[1, 3\\]", lambda: token_logprobs(logits, ids, vocab_limit=4)),
