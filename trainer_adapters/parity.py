@@ -18,7 +18,7 @@ from ..kernels.fingerprint import failed_probes
 from ..kernels.trainer_ops import TrainerOps, trainer_ops
 from .errors import ParityError
 from .parity_check import ParityReport, check_under
-from .parity_model import MARK, Parity
+from .parity_model import LOCK, MARK, Parity
 from .parity_modules import Settings
 
 __all__ = ["Parity", "ParityError", "ParityReport", "check", "make_parity", "parity_of", "rollsync_parity"]
@@ -79,6 +79,14 @@ def _parity(model: Any, k_shards: int, head_dtype: Any, kernels: str | None) -> 
     return found
 
 
+def _entered(model: Any, k_shards: int, head_dtype: Any, kernels: str | None) -> Parity:
+    """Under parity once more."""
+    with LOCK:  # two threads that come at once are to find the same one
+        parity = _parity(model, k_shards, head_dtype, kernels)
+        parity.install()
+    return parity
+
+
 def _words(settings: Settings) -> str:
     return f"k_shards={settings.k_shards}, head_dtype={settings.head_dtype}, kernels={settings.build}"
 
@@ -102,9 +110,10 @@ def rollsync_parity(
     recomputed under parity, wherever the backward pass runs. Who calls `torch.utils.checkpoint` on the model or a part of it runs the
     backward pass inside as well, or uses `make_parity`: what it recomputes afterwards is a stock model, and nothing here sees that.
 
-    A model's modules must stay those they were: adapters, new heads, casts and compiled layers come before or after. Hooks of others
-    run as ever, and one that changes an output changes bits. One thread at a time enters, leaves or calls a model. A copy that is taken
-    or saved inside is under parity as well, and stays so; `parity_of(copy).remove()` undoes it.
+    A model's modules must stay those they were: adapters, new heads, casts and compiled layers come before or after. NEFTune and
+    other hooks on its layers that come from neither torch nor a training library are refused: they may change outputs.
+    One thread at a time calls a model. A copy that is taken or saved inside is under
+    parity as well, and stays so; `parity_of(copy).remove()` undoes it.
 
     Args:
         model: an AutoModelForCausalLM (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 text), before or after DistributedDataParallel,
@@ -118,17 +127,17 @@ def rollsync_parity(
             names what stands in the way.
         OSError: the kernels asked for do not run here.
     """
-    parity = _parity(model, k_shards, head_dtype, kernels)
-    with parity.active():
+    parity = _entered(model, k_shards, head_dtype, kernels)
+    try:
         yield parity
+    finally:
+        parity.remove()
 
 
 def make_parity(model: Any, *, k_shards: int = 4, head_dtype: str | torch.dtype | None = None, kernels: str | None = None) -> Parity:
     """`rollsync_parity` for good; `.remove()` of what is returned undoes it. A copy of the model is under parity as well, and
     `parity_of(copy).remove()` undoes that."""
-    parity = _parity(model, k_shards, head_dtype, kernels)
-    parity.install()
-    return parity
+    return _entered(model, k_shards, head_dtype, kernels)
 
 
 def check(
@@ -162,7 +171,8 @@ def check(
         batch_tokens: of one forward pass, padding counted; a longer sequence has one to itself.
         vocab_limit: ids from here on are padding of the vocabulary, which the engine never draws (`Engine.info.vocab_size`).
         fingerprint, dtype, library_version: what the engine says of itself, where the rollouts do not.
-        weight_version: of the trainer's weights.
+        weight_version: of the trainer's weights. The weights themselves are compared with no digest: rollouts of other weights of this
+            shape are found unequal, not refused.
         k_shards, head_dtype, kernels: as for `rollsync_parity`.
 
     Raises:

@@ -149,6 +149,8 @@ def check_under(
     if batch_tokens < 1:
         raise ParityError(f"batch_tokens must be at least 1, got {batch_tokens}")
     settings, config = parity.settings, parity.model.config
+    if vocab_limit is not None and not (isinstance(vocab_limit, int) and 0 < vocab_limit <= config.vocab_size):
+        raise ParityError(f"vocab_limit must be a whole number in [1, {config.vocab_size}], got {vocab_limit!r}")
     if device_of(settings.ops) != "cpu":
         raise ParityError("parity.check compares with CPU engines: move the model to the CPU, or score by kernels.gpu.ops.token_logprobs")
     ours = numerics_fingerprint(getattr(settings.ops, "library", None), settings.k_shards, settings.head_dtype)

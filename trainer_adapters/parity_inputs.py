@@ -53,6 +53,8 @@ def read_sequences(inputs: dict[str, Any]) -> tuple[Segments, Tensor]:
     first = inputs.get("input_ids")
     first = inputs["inputs_embeds"] if first is None else first
     rows, length = int(first.shape[0]), int(first.shape[1])
+    if not rows or not length:
+        raise ParityError(f"a batch must hold at least one place, got {rows} rows of {length}")
     begin, end = _real_span(inputs.get("attention_mask"), rows, length)
     starts = _starts_by_lengths(inputs, rows, length)
     given = inputs.get("position_ids")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from .parity_inputs import by_name, read_sequences, refuse_past, refuse_stretche
 from .parity_modules import ATTENTION, Head, Patch, Settings, TakeLogits, patches, stock_class
 from .parity_whole import HOW_TO, Whole
 
+LOCK = threading.RLock()
+"""held while a model comes under parity or leaves it, and while its config changes hands"""
 MARK = "_rollsync_parity"
 """attribute of a model that is under parity, and the keyword by which a batch's sequences reach its attention"""
 
@@ -110,6 +113,10 @@ class Parity:
                 head.take = None
 
     def install(self) -> None:
+        with LOCK:
+            self._install()
+
+    def _install(self) -> None:
         self._depth += 1
         if self._depth > 1:
             return
@@ -151,6 +158,10 @@ class Parity:
         Raises:
             ParityError: there is none left to undo.
         """
+        with LOCK:
+            self._remove()
+
+    def _remove(self) -> None:
         if not self._depth:
             raise ParityError("the model is not under parity: there is nothing to undo")
         self._depth -= 1
@@ -183,6 +194,9 @@ class Parity:
             raise ParityError("output_attentions: the kernels keep no attention weights")
         refuse_past(inputs)
         segments, positions = read_sequences(inputs)
+        embeds = inputs.get("inputs_embeds")
+        if embeds is not None and torch.is_autocast_enabled(embeds.device.type):  # the residual stream begins here
+            inputs["inputs_embeds"] = embeds.to(torch.get_autocast_dtype(embeds.device.type))
         refuse_stretched(backbone.config, segments)
         for module, name, function in self._checkpoints():
             if not isinstance(function, _Reenter):
@@ -192,6 +206,10 @@ class Parity:
 
     def _before_model(self, model: Any, args: Any) -> None:
         self._check_backbone(model)
+        with LOCK:  # of two threads, none may take the other's copy for the config
+            self._take_cap(model)
+
+    def _take_cap(self, model: Any) -> None:
         if self._capped_config is not None or not any(head.cap for head in self.heads):
             return
         # Its forward reads the cap from its config. A copy serves for the time of the call, so that what is saved meanwhile is whole.
@@ -207,10 +225,11 @@ class Parity:
 
     def _restore_config(self) -> None:
         """Also where the call failed before, or was interrupted."""
-        if self._capped_config is not None:
-            vars(self.model)["config"], self._capped_config = self._capped_config, None
-        for head in self.heads:
-            head.in_model = False
+        with LOCK:
+            if self._capped_config is not None:
+                vars(self.model)["config"], self._capped_config = self._capped_config, None
+            for head in self.heads:
+                head.in_model = False
 
 
 def _in_compiled_code() -> bool:

@@ -69,6 +69,8 @@ def read_rollouts(
         _agree(where, "numerics", stated, trainer_fingerprint)
         _agree(where, "rollsync version", getattr(entry, "version", None) or library_version, __version__)
         _check_versions(where, sample, weight_version)
+        if not prompt:
+            raise ParityError(f"{where} has no prompt_token_ids: its first token was drawn from no logits")
         _check_ids(where, [*prompt, *sample.token_ids], vocab_size)
         if sample.token_ids:
             found.append(_sampled(where, prompt, sample, own, stated, dtype or getattr(entry, "dtype", None) or None))

@@ -10,6 +10,8 @@ from torch import nn
 from .errors import ParityError
 from .parity_modules import Patch, check_rotary, soft_cap, stock_class
 
+HOOKS_OF = ("torch.", "transformers.", "accelerate.", "peft.", "wandb.", __name__.split("trainer_adapters")[0])
+"""whose forward hooks on layers shard weights, watch, or ask for gradients, and change no value"""
 HOW_TO = "undo parity, then change the model, then put it under parity again"
 
 
@@ -62,6 +64,8 @@ class Whole:
                 _refuse_children(name, module, children)
             if type(module) is not kind and stock_class(module) is not kind:
                 raise ParityError(f"{_what(name, module)} was a {kind.__name__} when the model came under parity: {HOW_TO}")
+            if name and (own["_forward_hooks"] or own["_forward_pre_hooks"]):
+                _refuse_hooks(name, module)
             if own.get("_compiled_call_impl") is not None:
                 raise ParityError(f"{_what(name, module)} was compiled under parity: torch.compile changes bits; run it eagerly")
             if own.get("forward") is not forward and name:  # the model's own may be wrapped, as accelerate does
@@ -73,6 +77,19 @@ class Whole:
             check_rotary(name, module)
         if (cap := soft_cap(config)) != self.cap:
             raise ParityError(f"final_logit_softcapping was {self.cap} when the model came under parity, and is {cap}: {HOW_TO}")
+
+
+def _refuse_hooks(name: str, module: nn.Module) -> None:
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        function: Any = getattr(hook, "func", hook)  # of a functools.partial
+        source = getattr(function, "__module__", None) or type(function).__module__
+        words = f"{source}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        if "neftune" in words.lower():
+            if module.training:
+                what = f"{_what(name, module)} adds NEFTune noise ({words})"
+                raise ParityError(f"{what}, which the engine does not: switch it off, or eval()")
+        elif not source.startswith(HOOKS_OF):
+            raise ParityError(f"{_what(name, module)} has a forward hook, {words}, which may change bits: remove it under parity")
 
 
 def _refuse_children(name: str, module: nn.Module, before: tuple[nn.Module | None, ...]) -> None:

@@ -158,6 +158,11 @@ def test_rollouts_that_cannot_be_compared_are_refused(made: Made) -> None:
         parity.check(model, [])
     with pytest.raises(parity.ParityError, match="holds token id 999, and this model has 256 ids"):
         parity.check(model, [replace(output, prompt_token_ids=[999])])
+    with pytest.raises(parity.ParityError, match="prompt 0, sample 0 has no prompt_token_ids"):
+        parity.check(model, [replace(output, prompt_token_ids=[])])
+    for limit in (-1, 0, 9999, 1.5):
+        with pytest.raises(parity.ParityError, match=r"vocab_limit must be a whole number in \[1, 256\]"):
+            parity.check(model, outputs, vocab_limit=limit)  # type: ignore[arg-type]
     spans = [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 24}]
     with pytest.raises(parity.ParityError, match="weight versions 0, 1: one forward pass has one version"):
         parity.check(model, [replace(output, samples=[replace(output.samples[0], weight_versions=spans)])])
