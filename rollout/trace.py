@@ -145,6 +145,8 @@ def _record(text: bytes, number: int, path: str | os.PathLike[str]) -> TraceReco
     where = f"{path}, line {number}"
     try:
         wire = json.loads(text)
+    except RecursionError:
+        raise TraceError(f"{where} is malformed: it is nested too deep", number) from None
     except ValueError as error:
         if not text.endswith(b"\n"):
             why = "the file ends amid it (its writer was killed, or is just writing it)"
@@ -159,7 +161,7 @@ def _record(text: bytes, number: int, path: str | os.PathLike[str]) -> TraceReco
         return _checked(dict(wire), number)
     except KeyError as error:
         raise TraceError(f"{where} lacks {error.args[0]}", number) from None
-    except (TypeError, ValueError, AttributeError, OverflowError, RollsyncError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, RollsyncError) as error:
         raise TraceError(f"{where} is malformed: {error}", number) from None
 
 
@@ -186,12 +188,40 @@ def _checked(wire: dict[str, Any], number: int) -> TraceRecord:
     missing = [f.name for f in fields(TraceRecord) if f.name not in found and f.default is MISSING and f.default_factory is MISSING]
     if missing:
         raise KeyError(missing[0])
+    _check_kinds(found)
     record = TraceRecord(**found, others=wire)
     for name in TOKEN_COLUMNS:
         column = getattr(record, name)
         if column is not None and len(column) != len(record.token_ids):
             raise ValueError(f"{name} holds {len(column)} values for {len(record.token_ids)} tokens")
     return record
+
+
+TEXTS = ("version", "model", "model_digest", "dtype", "fingerprint", "device", "kernels", "request_id")
+TEXTS_OR_NULL = ("head_dtype", "abort_reason", "error", "group", "session")
+ENDINGS = ("stop", "length", "abort", "error")
+OPTION_KINDS = {"tokenizer": str, "load_format": str, "sample_padding": bool}
+"""what an engine is opened with besides: a trace may come from anybody, so it says nothing else of the engine"""
+
+
+def _check_kinds(found: dict[str, Any]) -> None:
+    for names, kinds, what in ((TEXTS, (str,), "a string"), (TEXTS_OR_NULL, (str, type(None)), "a string or null")):
+        for name in names:
+            if not isinstance(found.get(name), kinds):
+                raise ValueError(f"{name} must be {what}, got {show(found.get(name))}")
+    if not isinstance(found["finish_reason"], str) or found["finish_reason"] not in ENDINGS:
+        raise ValueError(f"finish_reason must be one of {', '.join(ENDINGS)}, got {show(found['finish_reason'])}")
+    if not isinstance(found["logprobs"], list):
+        raise ValueError(f"logprobs must be a list, got {show(found['logprobs'])}")
+    if not isinstance(options := found.get("options", {}), dict):
+        raise ValueError(f"options must be an object, got {show(options)}")
+    for name, value in options.items():
+        if not isinstance(value, OPTION_KINDS.get(name, ())):
+            known = ", ".join(f"{option} ({kind.__name__})" for option, kind in OPTION_KINDS.items())
+            raise ValueError(f"options holds {name} = {show(value)}; it can hold {known}")
+    for version, digest in found["weights"].items():
+        if not isinstance(digest, str | None):
+            raise ValueError(f"weights[{version}] must be a digest or null, got {show(digest)}")
 
 
 def _column(name: str, values: Any, dtype: str) -> list[Any]:

@@ -166,6 +166,32 @@ REFUSALS: list[tuple[str, Edit | None, list[str], list[str]]] = [
 ]
 
 
+MALFORMED: list[tuple[Edit, str]] = [
+    (lambda wire: wire.update(options={"trace": "evil.jsonl"}), "options holds trace = "),
+    (lambda wire: wire.update(options={"sample_padding": "yes"}), "options holds sample_padding = "),
+    (lambda wire: wire.update(options=[1]), "options must be an object"),
+    (lambda wire: wire.update(device=5), "device must be a string"),
+    (lambda wire: wire["model"].update(name=5), "model must be a string"),
+    (lambda wire: wire.update(finish_reason="bogus"), "finish_reason must be one of"),
+    (lambda wire: wire.update(finish_reason=["stop"]), "finish_reason must be one of"),
+    (lambda wire: wire.update(logprobs=None), "logprobs must be a list"),
+]
+
+
+def test_a_malformed_line_is_named_and_says_nothing_of_the_engine(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for edit, words in MALFORMED:
+        path, line = edited(trace, tmp_path / "edited.jsonl", "r1", edit)
+        assert main(["replay", str(path), *FLAGS]) == 2
+        assert f"{path}, line {line} is malformed: {words}" in capsys.readouterr().err
+    path.write_text('{"rollsync_trace":1,"x":' + "[" * 200000)
+    assert main(["replay", str(path), *FLAGS]) == 2
+    assert "line 1 is malformed: it is nested too deep" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["edited.jsonl"]
+
+
 @pytest.mark.parametrize(("name", "edit", "flags", "words"), REFUSALS, ids=[case[0] for case in REFUSALS])
 def test_what_cannot_be_replayed_is_refused_with_both_sides(
     trace: Path, versions: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
