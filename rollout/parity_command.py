@@ -116,7 +116,7 @@ def sample(client: RolloutClient, vocab_size: int, sampling: Sampling, tokens: i
         if done:
             samples = min(plan.samples, math.ceil((tokens - done) / (plan.prompts * per_sample)))
         params = SamplingParams(n=samples, max_tokens=plan.max_tokens, seed=seed, **asdict(sampling))
-        new = client.rollouts(ids, sampling_params=params, include=INCLUDE).results
+        new = client.rollouts(ids, sampling_params=params, include=INCLUDE, on_unavailable="refuse").results
         for result in new:
             if result.error is not None:
                 raise result.error

@@ -133,9 +133,10 @@ class EngineConfig:
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file or a hub id, got an empty string")
         if self.trace is not None:
-            object.__setattr__(self, "trace", os.fspath(self.trace))
-            if not self.trace:
-                raise ConfigError("trace must name a file, got an empty string")
+            path = os.path.expanduser(os.fspath(self.trace)) if isinstance(self.trace, str | os.PathLike) else None
+            if not isinstance(path, str) or not path or "\0" in path:
+                raise ConfigError(f"trace must name a file, got {self.trace!r}")
+            object.__setattr__(self, "trace", path)
         if self.tokenizer == "":
             raise ConfigError("tokenizer must name a folder, a .gguf file or a hub id, got an empty string")
         if self.load_format not in LOAD_FORMATS:

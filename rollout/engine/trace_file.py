@@ -35,19 +35,21 @@ class TraceFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._is_torn = False
-        """what is written next would stand behind a half line"""
+        self._open()
+
+    def _open(self) -> None:
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
-            raise ConfigError(f"trace: cannot write to {path}: {error.strerror}") from None
+            raise ConfigError(f"trace: cannot write to {self.path}: {error.strerror}") from None
+        path = self.path
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 raise ConfigError(f"trace: {path} is no ordinary file")
             with self._alone():
                 self._mend()
         except BaseException as error:
-            self.close()
+            os.close(self._fd)
             if isinstance(error, OSError):
                 raise ConfigError(f"trace: cannot write to {path}: {error.strerror or error}") from None
             raise
@@ -101,25 +103,44 @@ class TraceFile:
 
     def append(self, line: bytes) -> None:
         """Raises OSError; then the line is not in the file, but for what the class says of half ones."""
+        self._follow()
         with self._alone() as sure:
+            if sure and self._ends_torn():
+                with contextlib.suppress(OSError):  # else the half line stays, ended below
+                    self._mend()
             end = os.lseek(self._fd, 0, os.SEEK_END)
-            text, done = b"\n" + line if self._is_torn else line, 0
+            text, done = b"\n" + line if self._ends_torn() else line, 0
             try:
                 while done < len(text):
                     done += os.write(self._fd, text[done:] if done else text)
             except OSError:
-                if done and not (sure and self._cut(end)):
-                    self._is_torn = text[done - 1 : done] != b"\n"
+                if done and sure:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._fd, end)
                 raise
-            self._is_torn = False
 
-    def _cut(self, end: int) -> bool:
-        """Whether the file is as it was."""
+    def _ends_torn(self) -> bool:
+        """Whether what is written next would stand behind a half line: this engine's, or one's that died amid it."""
+        end = os.fstat(self._fd).st_size
+        return end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"
+
+    def _follow(self) -> None:
+        """To the file that has the name now: what is written to one that was removed or moved away nobody would find."""
+        held = os.fstat(self._fd)
         try:
-            os.ftruncate(self._fd, end)
-        except OSError:
-            return False
-        return True
+            named = os.stat(self.path)
+            if (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino):
+                return
+        except FileNotFoundError:
+            pass
+        log.warning("trace: %s was removed or replaced; going on in the file of that name", self.path)
+        old = self._fd
+        try:
+            self._open()
+        except ConfigError as error:
+            self._fd = old
+            raise OSError(errno.EIO, str(error)) from None
+        os.close(old)
 
     def close(self) -> None:
         os.close(self._fd)

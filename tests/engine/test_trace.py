@@ -23,6 +23,7 @@ from live import OPTIONS, PROMPT, finish, request, sync, write_versions
 from real_engine import bits, make_requests
 from rollsync import ConfigError, Engine, EngineDead, IllegalState, read_trace
 from rollsync.rollout.engine import trace_file, trace_thread, trace_writer
+from rollsync.rollout.engine.config import EngineConfig
 from rollsync.rollout.engine.outputs import output_to_wire
 from rollsync.rollout.engine.trace_file import TraceFile
 from rollsync.rollout.engine.trace_line import LineMaker, weights_digest
@@ -310,3 +311,33 @@ def test_bad_lines_are_named(engine: Engine, path: Path) -> None:
     for bad, words in ((path, "is empty"), (path.parent, "is a folder"), (path.parent / "gone", "No such file")):
         with pytest.raises(TraceError, match=words):
             list(read_trace(bad))
+
+
+def test_a_half_line_of_another_engine_swallows_nobody_elses(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    mine, dead = TraceFile(str(path)), TraceFile(str(path))
+    mine.append(b'{"rollsync_trace":1,"a":1}\n')
+    os.write(dead._fd, b'{"rollsync_trace":1,"half')
+    dead.close()
+    mine.append(b'{"rollsync_trace":1,"b":1}\n')
+    assert path.read_bytes() == b'{"rollsync_trace":1,"a":1}\n{"rollsync_trace":1,"b":1}\n'
+    mine.close()
+
+
+def test_a_file_that_is_removed_or_moved_away_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, line = tmp_path / "trace.jsonl", b'{"rollsync_trace":1}\n'
+    file = TraceFile(str(path))
+    file.append(line)
+    path.rename(tmp_path / "yesterday.jsonl")
+    file.append(line)
+    path.unlink()
+    file.append(line)
+    file.close()
+    assert path.read_bytes() == line == (tmp_path / "yesterday.jsonl").read_bytes()
+    assert caplog.text.count("was removed or replaced") == 2
+
+
+@pytest.mark.parametrize("path", [5, b"trace.jsonl", "a\0b", ""])
+def test_a_trace_that_names_no_file_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match="trace must name a file, got"):
+        EngineConfig(model="m", trace=path)
