@@ -43,13 +43,13 @@ def too_large(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One or two variants of each kernel for Hopper, a tree of sums and attention for the architectures beside it."""
-    some = ["--main", "--only", "linear_residual", "attention/bf16/4", "--arch", "80", "100"]
-    return compile_all(tmp_path_factory.mktemp("triton"), ["--quick", "--arch", "90"], some)
+    """One or two variants of each kernel for every architecture; all flags, shapes and dtypes of them are in `test_every_variant`."""
+    return compile_all(tmp_path_factory.mktemp("triton"), ["--quick", "--arch", "90"], ["--quick", "--arch", "80", "100"])
 
 
 def test_variants_compile_and_fit(compiled: list[dict[str, Any]]) -> None:
-    assert {row["arch"] for row in compiled} == set(ARCHES)
+    each = [{row["variant"] for row in compiled if row["arch"] == arch} for arch in ARCHES]
+    assert each[0] == each[1] == each[2] and len(each[0]) >= 20
     assert not too_large(compiled)
 
 
@@ -64,7 +64,7 @@ def test_every_variant(tmp_path: Path) -> None:
 
 def test_main_variants_do_not_spill_and_use_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
     main = [row for row in compiled if row["main"]]
-    assert len(main) >= 7 + 2 + 2
+    assert len(main) >= 3 * 7
     assert not [row for row in main if row["local_bytes"]]
     assert not [row for row in main if row["matrix"] not in INSTRUCTIONS[row["arch"]]]
 
