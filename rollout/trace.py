@@ -18,7 +18,7 @@ from typing import Any
 
 from ..kernels.sampling_mask import SamplingMask
 from .engine.params import SamplingParams
-from .engine.trace_line import FORMAT
+from .engine.trace_line import FORMAT, OPTIONS
 from .errors import ConfigError, RollsyncError, show
 from .wire import COLUMNS, TABLES, TOKEN_COLUMNS
 
@@ -200,8 +200,6 @@ def _checked(wire: dict[str, Any], number: int) -> TraceRecord:
 TEXTS = ("version", "model", "model_digest", "dtype", "fingerprint", "device", "kernels", "request_id")
 TEXTS_OR_NULL = ("head_dtype", "abort_reason", "error", "group", "session")
 ENDINGS = ("stop", "length", "abort", "error")
-OPTION_KINDS = {"tokenizer": str, "load_format": str, "sample_padding": bool}
-"""what an engine is opened with besides: a trace may come from anybody, so it says nothing else of the engine"""
 
 
 def _check_kinds(found: dict[str, Any]) -> None:
@@ -216,8 +214,8 @@ def _check_kinds(found: dict[str, Any]) -> None:
     if not isinstance(options := found.get("options", {}), dict):
         raise ValueError(f"options must be an object, got {show(options)}")
     for name, value in options.items():
-        if not isinstance(value, OPTION_KINDS.get(name, ())):
-            known = ", ".join(f"{option} ({kind.__name__})" for option, kind in OPTION_KINDS.items())
+        if not isinstance(value, OPTIONS.get(name, ())):
+            known = ", ".join(f"{option} ({kind.__name__})" for option, kind in OPTIONS.items())
             raise ValueError(f"options holds {name} = {show(value)}; it can hold {known}")
     for version, digest in found["weights"].items():
         if not isinstance(digest, str | None):

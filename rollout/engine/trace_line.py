@@ -22,8 +22,9 @@ OPENING = b'{"rollsync_trace":'
 """how every line begins"""
 PIECE = 4096
 """values written in one go: the interpreter is held for no longer"""
-OPTIONS = ("tokenizer", "load_format", "sample_padding")
-"""of EngineConfig, that say what a model is; in a line where they differ from their defaults"""
+OPTIONS = {"tokenizer": str, "load_format": str, "sample_padding": bool}
+"""fields of EngineConfig, and their kinds, that say what a model is; in a line where they differ from their defaults. A trace may come from
+anybody, so it says nothing else of the engine that replays it"""
 NOT_JSON = {"inf": '"inf"', "-inf": '"-inf"', "-0": "-0.0"}
 """what formatting writes and JSON has no number for, or would read as another"""
 
