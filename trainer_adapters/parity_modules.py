@@ -121,19 +121,23 @@ class Head:
         module: Any = self.module
         if self.cap and not self.in_model:
             raise ParityError(f"{self.name} was called outside its model's forward, which would cap the logits a second time")
-        dtype = compute_dtype(self.name, module.weight, device_of(self.ops))
-        weight = module.weight.to(dtype)
-        bias = None if module.bias is None else module.bias.to(dtype)
+        hidden, weight = self.operands(input)
+        bias = None if module.bias is None else module.bias.to(weight.dtype)
 
         def logits_of(hidden: Tensor) -> Tensor:
             logits = trainer.linear(self.ops, hidden, weight, bias, wide=self.wide)
             return trainer.softcap(self.ops, logits, self.cap) if self.cap else logits
 
-        hidden = meet(self.name, input, dtype)
         if self.take is None:
             return logits_of(hidden)
         self.take(hidden, logits_of)
         return hidden.new_empty(*hidden.shape[:-1], 0)
+
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [..., D] and the head's weight [V, D] in the dtype it computes in."""
+        module: Any = self.module
+        dtype = compute_dtype(self.name, module.weight, device_of(self.ops))
+        return meet(self.name, hidden, dtype), module.weight.to(dtype)
 
 
 class Norm:

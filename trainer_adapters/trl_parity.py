@@ -1,0 +1,130 @@
+"""TRL's scorer with the engine's bits: its trainers ask the model for logprobs by `fused_lm_head=True`, and get the engine's.
+
+B rows of T places, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.fingerprint import numerics_fingerprint
+from ..kernels.logprobs import hidden_token_logprobs_and_entropy
+from .errors import ParityError
+from .parity import make_parity, parity_of
+from .parity_model import Parity
+
+
+def score_by_engine(trainer: Any, *, k_shards: int = 4) -> Parity:
+    """Put a TRL trainer's model under parity for good, and have it score by the engine's logprobs: `sampling_logp_difference` is 0.
+
+    The reference model, where there is one, comes under parity too. The temperature is read from the trainer at each call.
+
+    Args:
+        trainer: a GRPOTrainer or RLOOTrainer of TRL 1.15 or later.
+        k_shards: the engine's `numerics.k_shards`; its `numerics.head_dtype` must be float32 where the trainer casts its head to
+            float32 (`cast_lm_head_to_fp32`), and unset otherwise.
+
+    Raises:
+        ParityError: the trainer, its model or a setting is none that the engine's bits are known for; it names what.
+    """
+    head_dtype = "float32" if getattr(trainer.args, "cast_lm_head_to_fp32", False) else None
+    models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+    models = [trainer.accelerator.unwrap_model(model) for model in models]
+    for model in models:
+        if not _has_fused_head(model):
+            raise ParityError(
+                f"parity needs a trainer that scores by a fused head on the model (GRPOTrainer and RLOOTrainer of TRL 1.15 and later); "
+                f"{type(trainer).__name__} of this TRL has put none on its {type(model).__name__}"
+            )
+    found = [make_parity(model, k_shards=k_shards, head_dtype=head_dtype) for model in models]
+    for model in models:
+        if not getattr(vars(model)["forward"], "scores_by_engine", False):
+            forward = _scoring(model.forward, lambda: float(trainer.temperature))
+            vars(model)["forward"] = types.MethodType(forward, model)
+    return found[0]
+
+
+def _has_fused_head(model: Any) -> bool:
+    """Whether TRL has put its head on: an own forward that takes the keyword."""
+    own = vars(model).get("forward")
+    if own is None:
+        return False
+    while own is not None:  # accelerate wraps it again
+        code = getattr(getattr(own, "__func__", own), "__code__", None)
+        if code is not None and "fused_lm_head" in code.co_varnames:
+            return True
+        own = getattr(own, "__wrapped__", None)
+    return False
+
+
+def check_numerics(model: Any, fingerprint: str | None, dtype: str | None, trained_in: torch.dtype) -> None:
+    """Whether an engine's bits can be those of a model under parity.
+
+    Args:
+        model: under parity.
+        fingerprint, dtype: what the engine says of itself; None is not compared.
+        trained_in: dtype the model computes in.
+
+    Raises:
+        ParityError: they cannot; it says what differs.
+    """
+    parity = parity_of(model)
+    if parity is None:
+        raise ParityError("the model is not under parity")
+    settings = parity.settings
+    ours = numerics_fingerprint(getattr(settings.ops, "library", None), settings.k_shards, settings.head_dtype)
+    if fingerprint is not None and fingerprint != ours:
+        words = f"numerics.k_shards {settings.k_shards}, numerics.head_dtype {settings.head_dtype}"
+        raise ParityError(f"the engine's numerics are {fingerprint} and the trainer's are {ours} ({words}): start the engine with these")
+    name = str(trained_in).removeprefix("torch.")
+    if dtype is not None and dtype != name:
+        raise ParityError(f"the engine computes in {dtype} and the trainer in {name}: start the engine with dtype {name}")
+
+
+def _scoring(forward: Callable[..., Any], temperature: Callable[[], float]) -> Callable[..., Any]:
+    """`forward` but for calls with `fused_lm_head=True`, which score by the engine's head."""
+
+    @functools.wraps(forward)
+    def scoring(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*args, **kwargs)
+        return _score(self, temperature(), args, kwargs)
+
+    scoring.scores_by_engine = True  # type: ignore[attr-defined]
+    return scoring
+
+
+def _score(model: Any, temperature: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What TRL's fused head returns: log_probs and entropy [B, T - 1] float32, 0 where a label is -100."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    if kwargs.get("output_router_logits"):
+        raise ParityError("output_router_logits: no model with experts is known")
+    labels, shifted, count = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+    hidden = model.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+    if shifted is None:
+        hidden, shifted = hidden[:, :-1], labels[:, 1:]
+    mask = shifted != -100
+    values = _logprobs(model, hidden[mask], shifted[mask], temperature)
+    logprobs, entropies = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in values)
+    loss = -logprobs.sum() / (mask.sum().clamp(min=1) if count is None else count)
+    return FusedCausalLMOutput(loss=loss, log_probs=logprobs, entropy=entropies, label_mask=mask)
+
+
+def _logprobs(model: Any, hidden_TD: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    parity = parity_of(model)
+    if parity is None:
+        raise ParityError("parity was taken off the model, but not the scorer: attach the trainer again")
+    (head,) = parity.heads
+    hidden_TD, weight_VD = head.operands(hidden_TD)
+    settings = parity.settings
+    return hidden_token_logprobs_and_entropy(
+        hidden_TD, weight_VD, ids_T, temperature=temperature, softcap=head.cap, head_dtype=settings.head_dtype,
+        build=settings.build,
+    )  # fmt: skip
