@@ -1,0 +1,141 @@
+"""TRL's trainers on Rollsync: after `attach(trainer, target)` a stock GRPOTrainer samples from a server or an engine in this process.
+
+    trainer = GRPOTrainer(...)  # use_vllm stays False
+    attach(trainer, "http://127.0.0.1:8000")
+    trainer.train()
+
+What TRL calls its vLLM generation is an object with two calls, `sync_weights()` and `generate(...)`. GRPOTrainer, RLOOTrainer and
+DistillationTrainer share that place, as do the experimental GOLD, IW-OPD, SDFT and SDPO. vLLM is neither installed nor imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from ..weight_sync.ranks import Alone, DistRanks, Ranks
+from .targets import Target, agreed, check_rows, derived_seed, target_of
+from .trl_params import is_plain, sampling_params
+
+log = logging.getLogger(__name__)
+
+ELSEWHERE = {
+    "AsyncGRPOTrainer": "it takes rollout_worker= and weight_transfer=, see rollsync.trainer_adapters.trl_async",
+    "AsyncDistillationTrainer": "it takes rollout_worker= and weight_transfer=, see rollsync.trainer_adapters.trl_async",
+    "OnlineDPOTrainer": "it talks to vLLM's own client, and has no place for another engine",
+}
+
+
+class RollsyncGeneration:
+    """What stands in a trainer's `vllm_generation`. Every rank has one.
+
+    Args:
+        trainer: read at each call (its model, step and settings), never remembered in parts.
+        target: where rollouts come from.
+        ranks: of the trainer.
+    """
+
+    def __init__(self, trainer: Any, target: Target, ranks: Ranks) -> None:
+        self._trainer, self.target, self._ranks = trainer, target, ranks
+        self._calls: tuple[Any, int] = (None, 0)
+        self.last_sync: Any = None
+        """SyncReport of the last sync: seconds, bytes, version"""
+        self.num_syncs = 0
+
+    def sync_weights(self) -> None:
+        """Send the trainer's weights, as version `global_step + 1`: 0 is what an engine was started with. A collective."""
+        trainer = self._trainer
+        facts = agreed(self._ranks, "asking the engine", self.target.facts)
+        weights = _weights(trainer, facts.dtype, self._ranks)
+        self.last_sync = self.target.sync(weights, trainer.state.global_step + 1, self._ranks)
+        self.num_syncs += 1
+
+    def generate(self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None) -> tuple[Any, ...]:
+        """One completion per prompt. TRL repeats a prompt for each sample of its group, so equal rows are one request here.
+
+        Returns:
+            Prompt ids, completion ids, and per token its logprob and its id, each in a list of one. Logprobs are what TRL's scorer
+            computes again, `log_softmax(logits / temperature)`, if tokens were drawn from that; with top_p, penalties and the like they
+            are those of the distribution drawn from, which TRL does not apply again: its ratios then hold what was cut off.
+
+        Raises:
+            TargetError, BadRequest, ServerUnreachable, ...: alone, as they are; with several ranks, a TargetError on all of them.
+        """
+        if self.target.version is None:
+            self.sync_weights()
+        with profiler or contextlib.nullcontext():
+            found = agreed(self._ranks, "the rollout", lambda: self._rows(prompts, images))
+        ids, logprobs = [ids for ids, _ in found], [[[value] for value in values] for _, values in found]
+        return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
+
+    def _rows(self, prompts: list[list[int]], images: Any) -> list[tuple[list[int], list[float]]]:
+        """Ids and logprobs of every row."""
+        if images is not None and any(image is not None for image in images):
+            raise ValueError("images cannot be served: Rollsync serves text models")
+        vocab_size = self.target.facts().vocab_size
+        params = sampling_params(self._trainer)
+        column = "temperature_logprobs" if is_plain(params) else "logprobs"
+        rows = self.target.generate(prompts, params, seed=self._next_seed(), include=[column] if column != "logprobs" else [])
+        check_rows(rows, len(prompts), vocab_size, column=column, version=self.target.version)
+        return [(list(row.token_ids), list(getattr(row, column))) for row in rows]
+
+    def _next_seed(self) -> int:
+        """Another one at each call: from the trainer's seed and step, train or eval, the call within these, and the rank."""
+        trainer = self._trainer
+        when = (trainer.state.global_step, bool(trainer.model.training))
+        self._calls = (when, self._calls[1] + 1 if self._calls[0] == when else 0)
+        return derived_seed(trainer.args.seed, *when, self._calls[1], self._ranks.rank)
+
+
+def attach(trainer: Any, target: Any, *, parity: bool = False, **options: Any) -> RollsyncGeneration:
+    """Have a TRL trainer sample from `target`, and send its weights there: before the first rollout and whenever they have changed.
+
+    Call it after the trainer is made, on every rank, before `train()`.
+
+    Args:
+        trainer: of TRL 1.0 or later, made with `use_vllm=False`: GRPO, RLOO, Distillation, or an experimental one of their kind.
+        target: a URL, several URLs, an `Engine`, or what `target_of` takes; with several ranks, an engine of each rank's own.
+        parity: have the trainer's model compute the engine's bits, so that `sampling/sampling_logp_difference` is exactly 0.
+        options: of `UrlTarget`, e.g. token, transport, patience_s.
+
+    Raises:
+        TypeError: not a trainer that samples this way; it names which way it does.
+        ValueError: the trainer was made to sample by another engine, or a setting of it has no meaning here.
+    """
+    _check_trainer(trainer)
+    sampling_params(trainer)
+    if parity:
+        from .trl_parity import score_by_engine
+
+        score_by_engine(trainer)
+    ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
+    generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
+    trainer.vllm_generation = generation
+    trainer.vllm_mode = "server"  # the other mode looks into vLLM's engine for its context length
+    trainer._last_loaded_step = -1
+    if hasattr(trainer.args, "vllm_sync_frequency"):
+        trainer.vllm_sync_frequency = trainer.args.vllm_sync_frequency
+        trainer._last_vllm_sync_step = -trainer.vllm_sync_frequency
+    trainer.use_vllm = True  # last: only now is there something to sample from
+    return generation
+
+
+def _check_trainer(trainer: Any) -> None:
+    kinds = [kind.__name__ for kind in type(trainer).__mro__]
+    if found := [kind for kind in kinds if kind in ELSEWHERE]:
+        raise TypeError(f"attach does not take {kinds[0]}: {ELSEWHERE[found[0]]}")
+    if lacking := [name for name in ("use_vllm", "accelerator", "state", "args", "model") if not hasattr(trainer, name)]:
+        raise TypeError(f"attach takes a TRL trainer that can sample by an engine, got {kinds[0]} without {', '.join(lacking)}")
+    if trainer.use_vllm and not isinstance(getattr(trainer, "vllm_generation", None), RollsyncGeneration):
+        raise ValueError("the trainer was made with use_vllm=True and samples from vLLM: make it with use_vllm=False, then attach")
+
+
+def _weights(trainer: Any, dtype: str, ranks: Ranks) -> Any:
+    """The weights as they are now. The model is read here: wrappers come and go between syncs."""
+    import torch
+
+    from ..weight_sync.sources import ModuleSource
+
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    return ModuleSource(model, dtype=getattr(torch, dtype), rank=ranks.rank)
