@@ -30,7 +30,7 @@ from rollsync.rollout.replay import Mismatch as TraceMismatch
 from rollsync.rollout.replay import ReplayReport
 from rollsync.rollout.trace import TraceRecord
 from rollsync.trainer_adapters import parity
-from rollsync.weight_sync import checkpoint_writer, sender, sources
+from rollsync.weight_sync import checkpoint_writer, model_weights, sender, sources
 from rollsync.weight_sync.control import UpdateError
 from rollsync.weight_sync.replicas import Failure
 from rollsync.weight_sync.transports.broadcast import Broadcast
@@ -51,7 +51,9 @@ SECTIONS: dict[str, list[Any]] = {
         parity.rollsync_parity, parity.make_parity, parity.parity_of, parity.check, parity.ParityReport, parity.ParityError
     ],
     "Sending weights": [sender.WeightSender, sender.SyncReport, Failure, UpdateError, sender.DistRanks, weight_digest.fast_fill],
-    "What is sent": [sources.ModuleSource, sources.TensorSource, checkpoint_writer.write_folder],
+    "What is sent": [
+        sources.weights_from, model_weights.ModelWeights, sources.ModuleSource, sources.TensorSource, checkpoint_writer.write_folder
+    ],
     "Transports with options": [SharedBuffers, Broadcast, Reshard, DiskTransport],
     "Clients": [RolloutClient, RolloutFleet],
     "In process": [Engine, Control],

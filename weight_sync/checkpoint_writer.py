@@ -26,7 +26,7 @@ from .digest import box_digest, combine
 from .manifest import DTYPE_BYTES, TensorEntry
 from .ranks import Alone, Ranks, agree, together
 from .receiver import TORCH_DTYPES
-from .sources import WeightSource
+from .sources import SharedSource, WeightSource, share_of
 
 Digest = Callable[[Tensor, Box, tuple[int, ...]], int]
 
@@ -37,7 +37,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
 
 def write_folder(
     folder: str | os.PathLike[str],
-    source: WeightSource,
+    source: WeightSource | SharedSource,
     *,
     version: int | None = None,
     ranks: Ranks | None = None,
@@ -61,6 +61,7 @@ def write_folder(
         UpdateError: on every rank alike; then there is no such folder.
     """
     ranks = ranks or Alone()
+    source = share_of(source, ranks)
     target = Path(os.path.abspath(folder))
     entries = agree(ranks, source)
     files = lay_out(entries, shard_bytes)

@@ -22,7 +22,7 @@ from .packing import stream
 from .ranks import Alone, Ranks, agree, together
 from .ranks import DistRanks as DistRanks
 from .replicas import LOOK_S, Failure, Flights, Replica, Round
-from .sources import WeightSource
+from .sources import SharedSource, WeightSource, share_of
 from .transports.base import HttpTransport, Transport
 from .transports.broadcast import Broadcast
 from .transports.disk import DiskTransport, until_read
@@ -66,7 +66,7 @@ class WeightSender:
 
     Args:
         engines: URLs, or objects with the calls of `UpdateControl`.
-        source: this rank's weights.
+        source: this rank's weights: `weights_from(model)`, or another source.
         transport: "ipc" (same host), "collective" or "reshard" (gloo, NCCL), "http", "disk" (with `folder`, see `DiskTransport`),
             or an object.
         bucket_bytes: size of one message; a rank holds two. None takes what suits the transport.
@@ -79,7 +79,7 @@ class WeightSender:
     def __init__(
         self,
         engines: str | Sequence[str | UpdateControl],
-        source: WeightSource,
+        source: WeightSource | SharedSource,
         *,
         transport: str | Transport | DiskTransport = "ipc",
         ranks: Ranks | None = None,
@@ -101,7 +101,8 @@ class WeightSender:
         self._replicas: dict[str, Replica] = {}
         for engine in given:
             self.add(engine)
-        self._source, self._ranks = source, ranks or Alone()
+        self._ranks = ranks or Alone()
+        self._source = share_of(source, self._ranks)
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
         self._bucket_bytes = self._transport.bucket_bytes if bucket_bytes is None else bucket_bytes
         self._fill, self._options = fill, options
@@ -130,12 +131,20 @@ class WeightSender:
         replica.close()
         self._transport.reset(replica.control)
 
-    def sync(self, version: int | None = None, *, required: int | Literal["all"] = 1, **options: Any) -> SyncReport:
+    def sync(
+        self,
+        version: int | None = None,
+        *,
+        required: int | Literal["all"] = 1,
+        source: WeightSource | SharedSource | None = None,
+        **options: Any,
+    ) -> SyncReport:
         """Make the source's weights current on every engine. One that fails, or is down, does not keep the others from committing.
 
         Args:
             version: None takes the highest that an engine has, plus 1.
             required: so many engines must have taken everything in before one commits; with fewer, none does.
+            source: these weights, from now on, instead of those the sender had.
             options: for this update, over those of the sender.
 
         Raises:
@@ -146,6 +155,8 @@ class WeightSender:
         count = len(self._replicas) if required == "all" else required
         if not self._replicas or not 1 <= count <= len(self._replicas):
             raise ValueError(f"required must be all or from 1 to the number of engines, {len(self._replicas)}, got {required!r}")
+        if source is not None:
+            self._source = share_of(source, self._ranks)
         return self._update(list(self._replicas.values()), version, count, {**self._options, **options})
 
     def catch_up(self) -> SyncReport:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from .boxes import Box
+
+if TYPE_CHECKING:
+    from .model_weights import ModelWeights
+    from .ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,37 @@ class WeightSource(Protocol):
     def metadata(self) -> list[TensorMeta]: ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@runtime_checkable
+class SharedSource(Protocol):
+    """Weights that know what each rank of a sender is to send of them."""
+
+    def share(self, ranks: Ranks) -> WeightSource: ...
+
+
+def share_of(source: WeightSource | SharedSource, ranks: Ranks) -> WeightSource:
+    """What this rank is to send."""
+    return source.share(ranks) if isinstance(source, SharedSource) else source
+
+
+def weights_from(model: nn.Module, *, dtype: torch.dtype | None = None, ranks: Ranks | None = None) -> ModelWeights:
+    """The weights of a model that trains, under their Hugging Face names: plain, compiled, DDP, FSDP1, FSDP2, DeepSpeed ZeRO-3, LoRA.
+
+    Iterate it for complete tensors on every rank, or give it to a `WeightSender` (with `ranks=DistRanks()` if there are several). It is
+    cheap: make it where it is needed, of the outermost wrapper. LoRA adapters are merged into copies as they go.
+
+    Args:
+        dtype: to give them in, cast before they are gathered; None keeps each parameter's own.
+        ranks: who agrees on how an iteration ended; None: all of torch.distributed if the model lies on several ranks, else nobody.
+
+    Raises:
+        UnsupportedModel: DoRA and other variants, several active adapters, merged or disabled ones, LoRA on tied weights, other kinds of
+            peft, quantised weights. A ValueError.
+    """
+    from .model_weights import ModelWeights
+
+    return ModelWeights(model, dtype=dtype, ranks=ranks)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
