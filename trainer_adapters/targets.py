@@ -10,36 +10,31 @@ A target serves nobody before its first sync: what an engine was started with ne
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ..rollout.client import RolloutClient
-from ..rollout.engine.params import MAX_SAMPLES, SamplingParams
-from ..rollout.errors import BadRequest, IllegalState, RollsyncError, describe
+from ..rollout.engine.params import SamplingParams
+from ..rollout.errors import BadRequest, IllegalState, RollsyncError, ServerUnreachable, describe
 from ..rollout.fleet import RolloutFleet
+from ..rollout.models.config import computation, parse_hf_config
 from ..weight_sync.control import UpdateError
 from ..weight_sync.ranks import Ranks, together
 from ..weight_sync.sender import SyncReport, WeightSender
 from ..weight_sync.sources import TensorMeta, WeightSource
 from .errors import TargetError
+from .rows import Ask, asks_of, dealt
+from .rows import Row as Row
+from .rows import check_rows as check_rows
+from .rows import derived_seed as derived_seed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Row(Protocol):
-    """One sample, as `Sample` and `SampleOutput` have it: columns of one length, the EOS or stop id that ended it among them."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """of the distribution drawn from: after temperature, penalties and truncation"""
-    finish_reason: str
-    weight_versions: list[dict[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +48,14 @@ class Facts:
     vocab_size: int
     max_model_len: int
     """tokens of prompt and completion together"""
-    model_digest: str
-    """of what is computed, whatever the weights"""
+    computation: dict[str, Any] = field(default_factory=dict)
+    """what a forward pass computes, by the names of DecoderConfig"""
+
+    @classmethod
+    def of(cls, info: Any) -> Facts:
+        """Out of `Engine.info`, or a server's status."""
+        told = info if isinstance(info, dict) else {name: getattr(info, name) for name in cls.__slots__ if hasattr(info, name)}
+        return cls(**{name: told[name] for name in cls.__slots__ if name in told})
 
 
 class Target(Protocol):
@@ -110,73 +111,6 @@ def target_of(target: Any, **options: Any) -> Target:
     raise TypeError(f"target must be a URL, a list of URLs or an Engine, got {target!r:.200}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: a prompt and the rows that want a sample of it."""
-
-    prompt: dict[str, Any]
-    rows: list[int]
-
-
-def asks_of(prompts: Sequence[Sequence[int]], seed: int) -> list[Ask]:
-    """Requests that give every row a sample of its own: equal rows together, each distinct prompt under a seed of its own."""
-    places: dict[tuple[int, ...], list[int]] = {}
-    for row, ids in enumerate(prompts):
-        places.setdefault(tuple(ids), []).append(row)
-    asks = []
-    for number, (ids, rows) in enumerate(places.items()):
-        own = derived_seed(seed, number)
-        for first in range(0, len(rows), MAX_SAMPLES):
-            asks.append(Ask({"token_ids": list(ids), "seed": own, "first_sample": first}, rows[first : first + MAX_SAMPLES]))
-    return asks
-
-
-def derived_seed(*parts: Any) -> int:
-    """64 bits that follow from `parts` alone, and differ if one of them does."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-def check_rows(
-    rows: Sequence[Any], count: int, vocab_size: int, *, column: str = "logprobs", version: int | None = None, allow_empty: bool = False
-) -> None:
-    """TargetError listing all rows that cannot be trained on.
-
-    Args:
-        count: so many rows must be there.
-        column: the one that will be used: "logprobs", "temperature_logprobs" or "model_logprobs".
-        version: the weights that every token must come from; None: any.
-        allow_empty: rows without tokens pass.
-    """
-    problems = [] if len(rows) == count else [f"{len(rows)} rows came for {count} prompts"]
-    for i, row in enumerate(rows):
-        problems += [f"row {i} {problem}" for problem in _row_problems(row, vocab_size, column, version, allow_empty)]
-    if problems:
-        raise TargetError(problems)
-
-
-def _row_problems(row: Any, vocab_size: int, column: str, version: int | None, allow_empty: bool) -> list[str]:
-    if row is None:
-        return ["did not come"]
-    if row.finish_reason not in ("stop", "length"):
-        why = getattr(row, "error", None) or getattr(row, "abort_reason", None)
-        return [f"ended by {row.finish_reason}: {why}"]
-    ids, logprobs = row.token_ids, getattr(row, column) or []
-    problems = []
-    if not ids and not allow_empty:
-        problems.append("has no token")
-    if len(logprobs) != len(ids):
-        problems.append(f"has {len(logprobs)} {column} for {len(ids)} tokens")
-    if wrong := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab_size]:
-        problems.append(f"has the token id {wrong[0]!r}, outside the vocabulary of {vocab_size}")
-    if wrong := [p for p in logprobs if not isinstance(p, float) or not p <= 0.0]:
-        problems.append(f"has {wrong[0]!r} among its {column}")
-    found = sorted({span["version"] for span in row.weight_versions})
-    if version is not None and found and found != [version]:
-        shown = ", ".join(map(str, found))
-        problems.append(f"was drawn by weights of version {shown}, not {version}: does somebody else update this engine?")
-    return problems
-
-
 def agreed(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
     """`work` on every rank; if it fails on one, all raise. Alone, its own error comes through.
 
@@ -204,8 +138,7 @@ class EngineTarget:
         self.version: int | None = None
 
     def facts(self) -> Facts:
-        info = self._engine.info
-        return Facts(**{name: getattr(info, name) for name in Facts.__slots__})
+        return Facts.of(self._engine.info)
 
     def close(self) -> None:
         """The engine is its owner's to close."""
@@ -215,7 +148,7 @@ class EngineTarget:
         asks = asks_of(prompts, seed)
         each = [_with_n(params, len(ask.rows)) for ask in asks]
         outputs = self._engine.generate([ask.prompt for ask in asks], each, include=tuple(include), on_error="return")
-        return _dealt(len(prompts), asks, [output.samples for output in outputs])
+        return dealt(len(prompts), asks, [output.samples for output in outputs])
 
     def sync(self, weights: WeightSource, version: int, ranks: Ranks) -> SyncReport:
         from .engine_sync import EngineUpdate
@@ -274,9 +207,7 @@ class UrlTarget:
         for url in self.urls:
             try:
                 with RolloutClient(url, self._token, timeout_s=self._timeout_s) as client:
-                    client.wait_until_ready(self._timeout_s)
-                    info = client.status()["info"]
-                found[url] = Facts(**{name: info[name] for name in Facts.__slots__})
+                    found[url] = Facts.of(_info(client, url, self._timeout_s))
             except RollsyncError as error:
                 problems.append(str(error) if url in str(error) else f"{url}: {error}")
         for url, facts in found.items():
@@ -306,7 +237,7 @@ class UrlTarget:
         with ThreadPoolExecutor(max_workers=max(1, len(by_count))) as threads:  # calls have one n each, and run at once
             samples = dict(zip(by_count, threads.map(call, by_count), strict=True))
         ordered = {id(ask): got for n, some in by_count.items() for ask, got in zip(some, samples[n], strict=True)}
-        return _dealt(len(prompts), asks, [ordered[id(ask)] for ask in asks])
+        return dealt(len(prompts), asks, [ordered[id(ask)] for ask in asks])
 
     def sync(self, weights: WeightSource, version: int, ranks: Ranks) -> SyncReport:
         first = self.version is None
@@ -324,8 +255,19 @@ class UrlTarget:
             log.warning("%s; the others serve version %d, and it gets no prompts until it does", error, version)
         finally:
             self._source.now = None
+        if first:
+            together(ranks, "check", lambda: self._check_held(report.digests or {}), lead=True)
         self.version = self._fleet.min_version = version
         return report
+
+    def _check_held(self, digests: dict[str, int]) -> None:
+        """UpdateError if what servers hold is not what was sent: somebody else updates them."""
+        for url in self.urls:
+            with RolloutClient(url, self._token, self._timeout_s) as client:
+                held = client.digests()["digests"]
+            if differ := sorted(name for name, value in digests.items() if held.get(name, f"{value:016x}") != f"{value:016x}"):
+                shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
+                raise UpdateError(f"{url} does not hold the weights that were just sent ({shown} differ): does somebody else update it?")
 
 
 class _Current:
@@ -342,6 +284,45 @@ class _Current:
         return iter(self.now)
 
 
+def check_model(facts: Facts, model: Any) -> None:
+    """TargetError naming every setting in which the engine's model computes something else than the trainer's.
+
+    Weights of one shape fit either, so that no weight update would notice: rope's theta and scaling, norms' eps, windows, ...
+
+    Args:
+        model: a transformers model, or one that has its `config`. What Rollsync cannot read of it is not compared.
+    """
+    config = model.config
+    raw = {**config.to_dict(), "dtype": "float32"}
+    raw["architectures"] = raw.get("architectures") or [type(model).__name__]
+    try:
+        mine = computation(parse_hf_config(raw, where="the trainer's config"))
+    except RollsyncError as error:
+        log.warning("the trainer's model was not compared with the engine's: %s", error)
+        return
+    theirs = facts.computation
+    names = [name for name, value in mine.items() if theirs.get(name, value) != value]
+    if differ := [f"{name} is {theirs[name]!r} in the engine and {mine[name]!r} in the trainer" for name in names]:
+        raise TargetError([f"the engine's model is not the trainer's: {'; '.join(differ)}"])
+
+
+def _info(client: RolloutClient, url: str, deadline_s: float) -> dict[str, Any]:
+    """What a server says of its engine, once that is loaded; it need not be ready, as it may wait for its first weights."""
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            status = client.status()
+            words = f"{url} was still loading its model"
+            if status["info"]:
+                info: dict[str, Any] = status["info"]
+                return info
+        except ServerUnreachable as error:
+            words = str(error)
+        if time.monotonic() >= end:
+            raise ServerUnreachable(f"{words} (waited {deadline_s:g} s)")
+        time.sleep(0.2)
+
+
 def _is_local(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
@@ -354,23 +335,3 @@ def _check_synced(version: int | None) -> None:
 
 def _with_n(params: SamplingParams, n: int) -> SamplingParams:
     return dataclasses.replace(params, n=n, seed=None)
-
-
-def _dealt(count: int, asks: Sequence[Ask], found: Sequence[Any]) -> list[Any]:
-    """Samples by row. TargetError naming the rows of prompts that were refused, or that got too few or too many."""
-    rows: list[Any] = [None] * count
-    problems = []
-    if len(found) != len(asks):
-        raise TargetError([f"{len(found)} results came for {len(asks)} prompts"])
-    for ask, samples in zip(asks, found, strict=True):
-        where = f"row {ask.rows[0]}" if len(ask.rows) == 1 else f"rows {', '.join(map(str, ask.rows))}"
-        if isinstance(samples, Exception):
-            problems.append(f"{where}: the prompt of {len(ask.prompt['token_ids'])} tokens was refused: {samples}")
-        elif len(samples) != len(ask.rows):
-            problems.append(f"{where}: {len(samples)} samples came for {len(ask.rows)}")
-        else:
-            for row, sample in zip(ask.rows, samples, strict=True):
-                rows[row] = sample
-    if problems:
-        raise TargetError(problems)
-    return rows

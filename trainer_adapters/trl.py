@@ -15,8 +15,8 @@ import logging
 from typing import Any
 
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
-from .targets import Target, agreed, check_rows, derived_seed, target_of
-from .trl_params import is_plain, sampling_params
+from .targets import Facts, Target, agreed, check_model, check_rows, derived_seed, target_of
+from .trl_params import is_plain, sampling_params, stop_ids
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ class RollsyncGeneration:
     def sync_weights(self) -> None:
         """Send the trainer's weights, as version `global_step + 1`: 0 is what an engine was started with. A collective."""
         trainer = self._trainer
-        facts = agreed(self._ranks, "asking the engine", self.target.facts)
-        weights = _weights(trainer, facts.dtype, self._ranks)
+        weights = _weights(trainer, self.target.facts().dtype, self._ranks)
         self.last_sync = self.target.sync(weights, trainer.state.global_step + 1, self._ranks)
         self.num_syncs += 1
 
@@ -77,8 +76,11 @@ class RollsyncGeneration:
         params = sampling_params(self._trainer)
         column = "temperature_logprobs" if is_plain(params) else "logprobs"
         rows = self.target.generate(prompts, params, seed=self._next_seed(), include=[column] if column != "logprobs" else [])
-        check_rows(rows, len(prompts), vocab_size, column=column, version=self.target.version)
-        return [(list(row.token_ids), list(getattr(row, column))) for row in rows]
+        check_rows(rows, len(prompts), vocab_size, column=column, version=self.target.version, allow_empty=True)
+        found = [(list(row.token_ids), list(getattr(row, column))) for row in rows]
+        if empty := [i for i, (ids, _) in enumerate(found) if not ids]:
+            log.warning("rows %s came without a token: each is one EOS with logprob 0, so that it weighs next to nothing", empty)
+        return [pair if pair[0] else ([stop_ids(self._trainer)[0]], [0.0]) for pair in found]
 
     def _next_seed(self) -> int:
         """Another one at each call: from the trainer's seed and step, train or eval, the call within these, and the rank."""
@@ -104,13 +106,14 @@ def attach(trainer: Any, target: Any, *, parity: bool = False, **options: Any) -
         ValueError: the trainer was made to sample by another engine, or a setting of it has no meaning here.
     """
     _check_trainer(trainer)
-    sampling_params(trainer)
+    sampling_params(trainer)  # refuses what it cannot pass on
     if parity:
         from .trl_parity import score_by_engine
 
         score_by_engine(trainer)
     ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
     generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
+    agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
     trainer.vllm_generation = generation
     trainer.vllm_mode = "server"  # the other mode looks into vLLM's engine for its context length
     trainer._last_loaded_step = -1
@@ -129,6 +132,27 @@ def _check_trainer(trainer: Any) -> None:
         raise TypeError(f"attach takes a TRL trainer that can sample by an engine, got {kinds[0]} without {', '.join(lacking)}")
     if trainer.use_vllm and not isinstance(getattr(trainer, "vllm_generation", None), RollsyncGeneration):
         raise ValueError("the trainer was made with use_vllm=True and samples from vLLM: make it with use_vllm=False, then attach")
+    if getattr(trainer.args, "vllm_structured_outputs_regex", None) is not None:
+        raise ValueError("vllm_structured_outputs_regex cannot be served: output is not constrained")
+    modes = ("token_truncate", "token_mask")
+    if getattr(trainer, "loss_type", None) == "vespo" and getattr(trainer, "vllm_importance_sampling_mode", modes[0]) not in modes:
+        raise ValueError(f"loss_type vespo needs vllm_importance_sampling_mode to be {' or '.join(modes)}")
+
+
+def _check_engine(trainer: Any, facts: Facts, parity: bool) -> None:
+    """TargetError: the engine's model is another one. ParityError: its bits cannot be the trainer's."""
+    import torch
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    check_model(facts, model)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    trained_in = mixed or next(model.parameters()).dtype
+    if parity:
+        from .trl_parity import check_numerics
+
+        check_numerics(model, facts.fingerprint, facts.dtype, trained_in)
+    elif (name := str(trained_in).removeprefix("torch.")) != facts.dtype:
+        log.warning("the engine computes in %s and the trainer in %s: their logprobs differ by as much as that", facts.dtype, name)
 
 
 def _weights(trainer: Any, dtype: str, ranks: Ranks) -> Any:

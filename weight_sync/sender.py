@@ -46,6 +46,8 @@ class SyncReport:
     """by address: engines that did not commit, and why"""
     folder: Path | None = None
     """of the transport disk: what was written"""
+    digests: dict[str, int] | None = field(default=None, repr=False)
+    """by tensor, as this side computed them; None for the transport disk"""
 
 
 @dataclass(kw_only=True)
@@ -236,6 +238,7 @@ class WeightSender:
         marks.append(time.perf_counter())
         report.seconds = {name: marks[i + 1] - marks[i] for i, name in enumerate(("open", "send", "commit"))}
         report.seconds["total"] = marks[-1] - marks[0]
+        report.digests = digests
         report.nbytes = next(iter(report.engines.values()))["bytes"]
         holders = {address: (met[address].get("instance"), reply.get("epoch")) for address, reply in report.engines.items()}
         if again is not None:

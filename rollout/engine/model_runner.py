@@ -15,7 +15,7 @@ from ...kernels.rank_program import Group
 from ...kernels.step import StepLimits
 from ..errors import ConfigError
 from ..models import decoder
-from ..models.config import DecoderConfig, config_digest, load_decoder_config, resolve_model_path
+from ..models.config import DecoderConfig, computation, config_digest, load_decoder_config, resolve_model_path
 from ..models.layers import all_rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
 from ..models.params import check_tp, num_parameters
@@ -112,6 +112,7 @@ class ModelRunner:
             config=config,
             fingerprint=self._device.fingerprint,
             model_digest=config_digest(found.model, self._vocab_limit),
+            computation=computation(found.model),
         )
 
     @staticmethod

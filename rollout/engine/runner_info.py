@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...weight_sync.boxes import Box
@@ -49,6 +49,8 @@ class RunnerInfo:
     """numerics fingerprint (kernels/fingerprint.py): runners with equal ones give equal bits"""
     model_digest: str = ""
     """of what is computed and which ids may be drawn or end a sample, whatever the weights: the same for every copy of a model"""
+    computation: dict[str, Any] = field(default_factory=dict)
+    """what a forward pass computes, by the names of DecoderConfig, for a trainer to compare with its own model"""
 
 
 class ChunkRun(Protocol):

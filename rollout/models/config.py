@@ -106,6 +106,15 @@ def config_digest(config: DecoderConfig, vocab_limit: int) -> str:
     return hashlib.blake2b(json.dumps([facts, vocab_limit], sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
+def computation(config: DecoderConfig) -> dict[str, Any]:
+    """What a forward pass computes, whatever the weights and their dtype: plain values, equal for models that compute alike."""
+    facts = dataclasses.asdict(config)
+    for name in ("family", "dtype", "num_token_ids", "eos_token_ids", "max_position_embeddings"):
+        del facts[name]
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found
+
+
 def load_decoder_config(path: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> DecoderConfig:
     """Read the configuration of a folder holding config.json, or of a .gguf file.
 
