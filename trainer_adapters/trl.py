@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
@@ -90,7 +91,7 @@ class RollsyncGeneration:
         return derived_seed(trainer.args.seed, *when, self._calls[1], self._ranks.rank)
 
 
-def attach(trainer: Any, target: Any, *, parity: bool = False, **options: Any) -> RollsyncGeneration:
+def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = False, **options: Any) -> RollsyncGeneration:
     """Have a TRL trainer sample from `target`, and send its weights there: before the first rollout and whenever they have changed.
 
     Call it after the trainer is made, on every rank, before `train()`.
@@ -98,7 +99,8 @@ def attach(trainer: Any, target: Any, *, parity: bool = False, **options: Any) -
     Args:
         trainer: of TRL 1.0 or later, made with `use_vllm=False`: GRPO, RLOO, Distillation, or an experimental one of their kind.
         target: a URL, several URLs, an `Engine`, or what `target_of` takes; with several ranks, an engine of each rank's own.
-        parity: have the trainer's model compute the engine's bits, so that `sampling/sampling_logp_difference` is exactly 0.
+        parity: have the trainer's model compute the engine's bits, so that `sampling/sampling_logp_difference` is exactly 0. A dict
+            says more: `k_shards` and `head_dtype` of the engine, where they are not the default.
         options: of `UrlTarget`, e.g. token, transport, patience_s.
 
     Raises:
@@ -110,7 +112,7 @@ def attach(trainer: Any, target: Any, *, parity: bool = False, **options: Any) -
     if parity:
         from .trl_parity import score_by_engine
 
-        score_by_engine(trainer)
+        score_by_engine(trainer, **({} if parity is True else parity))
     ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
     generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
     agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
@@ -139,7 +141,7 @@ def _check_trainer(trainer: Any) -> None:
         raise ValueError(f"loss_type vespo needs vllm_importance_sampling_mode to be {' or '.join(modes)}")
 
 
-def _check_engine(trainer: Any, facts: Facts, parity: bool) -> None:
+def _check_engine(trainer: Any, facts: Facts, parity: bool | Mapping[str, Any]) -> None:
     """TargetError: the engine's model is another one. ParityError: its bits cannot be the trainer's."""
     import torch
 

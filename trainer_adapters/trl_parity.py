@@ -20,34 +20,43 @@ from .parity import make_parity, parity_of
 from .parity_model import Parity
 
 
-def score_by_engine(trainer: Any, *, k_shards: int = 4) -> Parity:
+def score_by_engine(trainer: Any, *, k_shards: int = 4, head_dtype: str | None = None) -> Parity:
     """Put a TRL trainer's model under parity for good, and have it score by the engine's logprobs: `sampling_logp_difference` is 0.
 
     The reference model, where there is one, comes under parity too. The temperature is read from the trainer at each call.
 
     Args:
         trainer: a GRPOTrainer or RLOOTrainer of TRL 1.15 or later.
-        k_shards: the engine's `numerics.k_shards`; its `numerics.head_dtype` must be float32 where the trainer casts its head to
-            float32 (`cast_lm_head_to_fp32`), and unset otherwise.
+        k_shards, head_dtype: the engine's `numerics.k_shards` and `numerics.head_dtype`.
 
     Raises:
         ParityError: the trainer, its model or a setting is none that the engine's bits are known for; it names what.
     """
-    head_dtype = "float32" if getattr(trainer.args, "cast_lm_head_to_fp32", False) else None
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+        raise ParityError(
+            "cast_lm_head_to_fp32 trains a float32 head on another trunk, which no engine has: leave it off; for logits that are not "
+            "rounded, start the engine with numerics.head_dtype float32 and say so by parity={'head_dtype': 'float32'}"
+        )
     models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     for model in models:
-        if not _has_fused_head(model):
-            raise ParityError(
-                f"parity needs a trainer that scores by a fused head on the model (GRPOTrainer and RLOOTrainer of TRL 1.15 and later); "
-                f"{type(trainer).__name__} of this TRL has put none on its {type(model).__name__}"
-            )
+        _check_model(trainer, model)
     found = [make_parity(model, k_shards=k_shards, head_dtype=head_dtype) for model in models]
     for model in models:
         if not getattr(vars(model)["forward"], "scores_by_engine", False):
             forward = _scoring(model.forward, lambda: float(trainer.temperature))
             vars(model)["forward"] = types.MethodType(forward, model)
     return found[0]
+
+
+def _check_model(trainer: Any, model: Any) -> None:
+    if hasattr(model, "peft_config"):
+        raise ParityError("the model has adapters (PEFT): they are merged for the engine, and merged weights give other bits than adapters")
+    if not _has_fused_head(model):
+        raise ParityError(
+            f"parity needs a trainer that scores by a fused head on the model (GRPOTrainer and RLOOTrainer of TRL 1.15 and later); "
+            f"{type(trainer).__name__} of this TRL has put none on its {type(model).__name__}"
+        )
 
 
 def _has_fused_head(model: Any) -> bool:
@@ -63,27 +72,23 @@ def _has_fused_head(model: Any) -> bool:
     return False
 
 
-def check_numerics(model: Any, fingerprint: str | None, dtype: str | None, trained_in: torch.dtype) -> None:
+def check_numerics(model: Any, fingerprint: str, dtype: str, trained_in: torch.dtype) -> None:
     """Whether an engine's bits can be those of a model under parity.
 
     Args:
-        model: under parity.
-        fingerprint, dtype: what the engine says of itself; None is not compared.
+        fingerprint, dtype: what the engine says of itself.
         trained_in: dtype the model computes in.
 
     Raises:
         ParityError: they cannot; it says what differs.
     """
-    parity = parity_of(model)
-    if parity is None:
-        raise ParityError("the model is not under parity")
-    settings = parity.settings
+    settings = _parity_of(model).settings
     ours = numerics_fingerprint(getattr(settings.ops, "library", None), settings.k_shards, settings.head_dtype)
-    if fingerprint is not None and fingerprint != ours:
+    if fingerprint != ours:
         words = f"numerics.k_shards {settings.k_shards}, numerics.head_dtype {settings.head_dtype}"
         raise ParityError(f"the engine's numerics are {fingerprint} and the trainer's are {ours} ({words}): start the engine with these")
     name = str(trained_in).removeprefix("torch.")
-    if dtype is not None and dtype != name:
+    if dtype != name:
         raise ParityError(f"the engine computes in {dtype} and the trainer in {name}: start the engine with dtype {name}")
 
 
@@ -118,9 +123,7 @@ def _score(model: Any, temperature: float, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _logprobs(model: Any, hidden_TD: Tensor, ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    parity = parity_of(model)
-    if parity is None:
-        raise ParityError("parity was taken off the model, but not the scorer: attach the trainer again")
+    parity = _parity_of(model)
     (head,) = parity.heads
     hidden_TD, weight_VD = head.operands(hidden_TD)
     settings = parity.settings
@@ -128,3 +131,10 @@ def _logprobs(model: Any, hidden_TD: Tensor, ids_T: Tensor, temperature: float) 
         hidden_TD, weight_VD, ids_T, temperature=temperature, softcap=head.cap, head_dtype=settings.head_dtype,
         build=settings.build,
     )  # fmt: skip
+
+
+def _parity_of(model: Any) -> Parity:
+    parity = parity_of(model)
+    if parity is None:
+        raise ParityError("the trainer scores by the engine's head, but parity was taken off its model: attach it again")
+    return parity
