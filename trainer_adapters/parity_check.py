@@ -19,6 +19,9 @@ from torch import Tensor
 from ..kernels.fingerprint import numerics_fingerprint
 from ..kernels.logprobs import token_logprobs, token_logprobs_and_entropy
 from ..kernels.sampling_mask import SamplingMask
+from ..rollout.engine.trace_line import weights_digest
+from ..weight_sync.digest import tensor_digest
+from ..weight_sync.sources import weights_from
 from .errors import ParityError
 from .parity_modules import device_of
 from .parity_rollouts import COLUMNS, Sampled, read_rollouts
@@ -163,6 +166,7 @@ def check_under(
         model=type(parity.model).__name__, dtype="", kernels=settings.ops.build, padding=padding, trainer_fingerprint=ours,
         rollout_fingerprint=stated,
     )  # fmt: skip
+    _check_weights(parity.model, samples)
     for sample in samples:
         count = len(sample.token_ids)
         if sample.no_logprobs:
@@ -209,6 +213,23 @@ def _lay_out(batch: Sequence[Sampled], padding: str) -> tuple[dict[str, Tensor],
         inputs = {"input_ids": ids, "attention_mask": mask}
     ends = (a + len(s.prompt_token_ids) - 1 for a, s in zip(starts, batch, strict=True))
     return inputs, torch.cat([torch.arange(a, a + len(s.token_ids)) for a, s in zip(ends, batch, strict=True)])
+
+
+def _check_weights(model: Any, samples: Sequence[Sampled]) -> None:
+    """Raises ParityError if a trace says that a sample was made by other weights. All ranks of a sharded model take part."""
+    ours: dict[str | None, str] = {}
+    for sample in samples:
+        for version, theirs in sample.weights.items():
+            if theirs is None:
+                continue
+            if sample.dtype not in ours:
+                weights = weights_from(model, dtype=None if sample.dtype is None else getattr(torch, sample.dtype))
+                ours[sample.dtype] = weights_digest({name: f"{tensor_digest(values):016x}" for name, values in weights})
+            if theirs != ours[sample.dtype]:
+                raise ParityError(
+                    f"{sample.where} was made by weights {theirs} (version {version}), and this trainer has {ours[sample.dtype]}: "
+                    "load those that it had then"
+                )
 
 
 class _Comparison:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class Sampled:
     dtype: str | None
     no_logprobs: str = ""
     """why `logprobs` are not compared"""
+    weights: dict[int, str | None] = field(default_factory=dict)
+    """digest by version of the weights that gave it, where a trace says so"""
 
     @property
     def all_ids(self) -> list[int]:
@@ -74,6 +76,7 @@ def read_rollouts(
         _check_ids(where, [*prompt, *sample.token_ids], vocab_size)
         if sample.token_ids:
             found.append(_sampled(where, prompt, sample, own, stated, dtype or getattr(entry, "dtype", None) or None))
+            found[-1].weights = dict(getattr(entry, "weights", None) or {})
     if not found:
         raise ParityError("there is nothing to compare: no rollout holds a token")
     if not any(s.columns for s in found):

@@ -83,6 +83,12 @@ def test_all_that_a_rollout_holds_is_equal(made: Made) -> None:
 def test_a_trace_says_itself_how_it_was_made(made: Made) -> None:
     report = parity.check(load(made.folder, made.dtype), list(read_trace(made.trace)), weight_version=0)
     assert report.all_equal and report.samples == 11, str(report)
+    other = load(made.folder, made.dtype)
+    with torch.no_grad():
+        other.model.norm.weight[3] += 0.5
+    with pytest.raises(parity.ParityError, match=r"line 1 .* was made by weights \w{16} \(version 0\), and this trainer has \w{16}"):
+        parity.check(other, list(read_trace(made.trace)))
+    assert not parity.check(other, made.outputs, params=PARAMS).all_equal  # these say nothing of their weights
 
 
 def test_a_clients_result_is_read_as_well(made: Made) -> None:
