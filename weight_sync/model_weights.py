@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +15,11 @@ from torch import Tensor, nn
 
 from .boxes import Box
 from .control import UpdateError
+from .gather import is_cut, is_sharded, is_zero3, joined
 from .lora import merged
-from .model_tree import Slot, Tree, is_zero3, loaded, parameter_of, tree_of
+from .model_tree import Slot, Tree, tree_of
 from .ranks import Alone, DistRanks, Ranks
 from .sources import TensorMeta, WeightSource, dtype_name, held_box
-
-
-@dataclass(slots=True)
-class _Group:
-    """Parameters that can be read while `open` is open."""
-
-    open: Callable[[], contextlib.AbstractContextManager[Any]]
-    slots: list[Slot]
 
 
 class ModelWeights:
@@ -44,16 +36,15 @@ class ModelWeights:
 
     def metadata(self) -> list[TensorMeta]:
         """Names, dtypes and shapes as the tensors will come, in that order. Nothing is gathered."""
-        slots = [slot for group in _groups(self._tree()) for slot in group.slots]
-        return [TensorMeta(s.name, dtype_name(self._dtype or s.dtype), s.shape, (Box.whole(s.shape),)) for s in slots]
+        return [TensorMeta(s.name, dtype_name(self._dtype or s.dtype), s.shape, (Box.whole(s.shape),)) for s in self._tree().slots]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         tree = self._tree()
         ranks = self._ranks or (DistRanks() if _is_spread(tree) else Alone())
         left: str | None = None
-        reader = _Reader(tree, self._dtype)
+        reader = _Reader(tree)
         for slot in reader.slots():
-            values = reader.whole(slot)
+            values = reader.whole(slot, self._dtype)
             if left is None:
                 try:
                     yield slot.name, values
@@ -72,11 +63,11 @@ class ModelWeights:
         """
         tree = self._tree()
         ranks = self._ranks or (DistRanks() if _is_spread(tree) else Alone())
-        reader = _Reader(tree, self._dtype)
+        reader = _Reader(tree)
         trouble: Exception | None = None
         words: str | None = None
         for slot in reader.slots():
-            values = reader.whole(slot)
+            values = reader.whole(slot, self._dtype)
             if trouble is None:
                 try:
                     consume(slot.name, values)
@@ -115,19 +106,23 @@ class _Share:
 
     def metadata(self) -> list[TensorMeta]:
         metas = []
-        for slot in (slot for group in _groups(self._tree()) for slot in group.slots):
+        for slot in self._tree().slots:
             box = self._box(slot)
             boxes = (box,) if box is not None and box.elements else ()
             metas.append(TensorMeta(slot.name, dtype_name(self._weights._dtype or slot.dtype), slot.shape, boxes))
         return metas
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        reader = _Reader(self._tree(), None)  # the sender casts as it copies
+        reader = _Reader(self._tree())
         left = False
         for slot in reader.slots():
-            values = reader.part(slot) if is_cut(slot) else reader.whole(slot)
             box = self._box(slot)
-            if not left and box is not None and box.elements:
+            use = not left and box is not None and box.elements > 0
+            if is_cut(slot.parameter):
+                values = reader.part(slot, None)  # the sender casts as it copies
+            else:
+                values = reader.whole(slot, self._weights._dtype if slot.flat is not None else None, use)
+            if use:
                 try:
                     yield slot.name, values
                 except GeneratorExit:
@@ -135,53 +130,70 @@ class _Share:
             del values
 
     def _box(self, slot: Slot) -> Box | None:
-        if is_cut(slot):
-            return held_box(parameter_of(slot), self._ranks.rank)
+        if is_cut(slot.parameter):
+            return held_box(slot.parameter, self._ranks.rank)
         return Box.whole(slot.shape) if self._ranks.rank == 0 else None
-
-
-def is_cut(slot: Slot) -> bool:
-    """Whether ranks hold boxes of this parameter."""
-    kind = loaded("torch.distributed.tensor", "DTensor")
-    parameter: Any = parameter_of(slot)
-    if kind == () or slot.unit is not None or not isinstance(parameter, kind):
-        return False
-    from torch.distributed.tensor import Replicate, Shard
-
-    return all(type(p) in (Replicate, Shard) for p in parameter.placements)
 
 
 def _is_spread(tree: Tree) -> bool:
     """Whether reading it takes all ranks."""
-    kind = loaded("torch.distributed.tensor", "DTensor")
-    if tree.roots or tree.shards:
-        return True
-    held: list[Any] = [parameter_of(slot) for slot in tree.slots]
-    return any(is_zero3(p) or (kind != () and isinstance(p, kind)) for p in held)
+    return bool(tree.shards) or any(s.flat is not None or is_zero3(s.parameter) or is_sharded(s.parameter) for s in tree.slots)
 
 
-def _groups(tree: Tree) -> list[_Group]:
-    """The parameters in the order in which they are read; those of one group are gathered together."""
-    flat: dict[int, list[Slot]] = {id(root): [] for root in tree.roots}  # FSDP1 wants its roots first
-    units = {id(root): root for root in tree.roots}
-    others: list[Slot] = []
-    for slot in tree.slots:
-        if slot.unit is None:
-            others.append(slot)
-        else:
-            units[id(slot.unit)] = slot.unit
-            flat.setdefault(id(slot.unit), []).append(slot)
-    groups = [_Group(_summoned(units[key]), slots) for key, slots in flat.items()]
-    for zero3, run in itertools.groupby(others, lambda slot: is_zero3(parameter_of(slot))):
-        if zero3:
-            groups += [_Group(_collected(slots), slots) for slots in _batches(list(run))]
-        else:
-            groups.append(_Group(contextlib.nullcontext, list(run)))
-    return groups
+class _Reader:
+    """Reads a model's parameters. All ranks call the same things in the same order."""
 
+    def __init__(self, tree: Tree) -> None:
+        self._slots = tree.slots
 
-def _summoned(unit: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    return lambda: unit.summon_full_params(unit, recurse=False, writeback=False)
+    def slots(self) -> Iterator[Slot]:
+        """One after another, to be read before the next."""
+        for zero3, run in itertools.groupby(self._slots, lambda slot: slot.flat is None and is_zero3(slot.parameter)):
+            for batch in _batches(list(run)) if zero3 else [list(run)]:
+                with _collected(batch) if zero3 else contextlib.nullcontext():
+                    yield from batch
+
+    @torch.no_grad()
+    def part(self, slot: Slot, dtype: torch.dtype | None) -> Tensor:
+        """What this rank holds of a cut parameter, the adapter added, cast."""
+        factors, tensor = self._factors(slot), slot.parameter
+        local: Tensor = tensor.to_local()
+        if factors is None:
+            return local if dtype is None else local.to(dtype)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        assert slot.lora is not None
+        return merged(local, Box(tuple(offset), tuple(shape)), *factors, slot.lora, dtype or local.dtype)
+
+    @torch.no_grad()
+    def whole(self, slot: Slot, dtype: torch.dtype | None, use: bool = True) -> Tensor:
+        """The complete parameter, the adapter added, cast: before it is gathered, where ranks hold parts of it.
+
+        Args:
+            use: whether it is wanted on this rank; if not, it only takes part.
+        """
+        if is_cut(slot.parameter):
+            return joined(slot.parameter, self.part(slot, dtype))
+        factors = self._factors(slot)
+        if factors is None:
+            return self._read(slot, dtype or slot.dtype)
+        tensor = self._read(slot, slot.dtype)
+        assert slot.lora is not None
+        return merged(tensor, Box.whole(tensor.shape), *factors, slot.lora, dtype or tensor.dtype) if use else tensor
+
+    def _factors(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """A and B of its adapter, whole."""
+        if slot.lora is None:
+            return None
+        a, b = (self._read(factor, factor.dtype) for factor in (slot.lora.a, slot.lora.b))
+        return a, b
+
+    def _read(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        if slot.flat is not None:
+            return slot.flat.whole(dtype)
+        tensor: Any = slot.parameter.detach()
+        return joined(tensor, tensor.to_local().to(dtype)) if is_sharded(tensor) else tensor.to(dtype)
 
 
 def _batches(slots: list[Slot]) -> Iterator[list[Slot]]:
@@ -197,95 +209,11 @@ def _batches(slots: list[Slot]) -> Iterator[list[Slot]]:
     yield batch
 
 
-def _collected(slots: list[Slot]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """ZeRO-3 parameters, whole within. Those that are whole anyway stay so."""
+def _collected(slots: list[Slot]) -> contextlib.AbstractContextManager[Any]:
+    """ZeRO-3 parameters and their adapters, whole within. Those that are whole anyway stay so."""
+    import deepspeed
 
-    def begin() -> contextlib.AbstractContextManager[Any]:
-        import deepspeed
-
-        wanted: list[Any] = [parameter_of(s) for s in slots] + [
-            parameter_of(f) for s in slots if s.lora is not None for f in (s.lora.a, s.lora.b)
-        ]
-        missing = [p for p in wanted if is_zero3(p) and p.ds_status.name != "AVAILABLE"]
-        found: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(missing) if missing else contextlib.nullcontext()
-        return found
-
-    return begin
-
-
-class _Reader:
-    """Reads a model's parameters, in groups. All ranks call the same things in the same order."""
-
-    def __init__(self, tree: Tree, dtype: torch.dtype | None) -> None:
-        self._roots, self._groups, self._dtype = tree.roots, _groups(tree), dtype
-        self._early: dict[int, Tensor] = {}
-        """adapters that FSDP1 flattens apart from what they belong to, by id of their slot"""
-
-    def slots(self) -> Iterator[Slot]:
-        """One after another, readable until the next."""
-        self._read_early()
-        for group in self._groups:
-            with group.open():
-                yield from group.slots
-
-    def _read_early(self) -> None:
-        apart: dict[int, list[Slot]] = {}
-        units = {}
-        for slot in (slot for group in self._groups for slot in group.slots if slot.lora is not None):
-            assert slot.lora is not None
-            for factor in (slot.lora.a, slot.lora.b):
-                if factor.unit is not None and factor.unit is not slot.unit:
-                    units[id(factor.unit)] = factor.unit
-                    apart.setdefault(id(factor.unit), []).append(factor)
-        if not apart:
-            return
-        for root in self._roots:
-            with _summoned(root)():
-                pass
-        for key, factors in apart.items():
-            with _summoned(units[key])():
-                self._early |= {id(factor): factor.read().clone() for factor in factors}
-
-    def _factors(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        if slot.lora is None:
-            return None
-        a, b = (self._early[id(f)] if id(f) in self._early else _whole(f.read()) for f in (slot.lora.a, slot.lora.b))
-        return a, b
-
-    @torch.no_grad()
-    def part(self, slot: Slot) -> Tensor:
-        """What this rank holds of a cut parameter, the adapter added, cast."""
-        factors, tensor = self._factors(slot), slot.read()
-        local: Tensor = tensor.to_local()
-        if factors is None:
-            return local if self._dtype is None else local.to(self._dtype)
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        assert slot.lora is not None
-        return merged(local, Box(tuple(offset), tuple(shape)), *factors, slot.lora, self._dtype or local.dtype)
-
-    @torch.no_grad()
-    def whole(self, slot: Slot) -> Tensor:
-        """The complete parameter, the adapter added, cast: before it is gathered, where ranks hold parts of it."""
-        if is_cut(slot):
-            return _whole(_like(slot.read(), self.part(slot)))
-        factors, tensor = self._factors(slot), _whole(slot.read())
-        if factors is None:
-            return tensor if self._dtype is None else tensor.to(self._dtype)
-        assert slot.lora is not None
-        return merged(tensor, Box.whole(tensor.shape), *factors, slot.lora, self._dtype or tensor.dtype)
-
-
-def _like(sharded: Any, local: Tensor) -> Any:
-    """A DTensor of other local values, laid out alike."""
-    from torch.distributed.tensor import DTensor
-
-    mesh, shape, stride = sharded.device_mesh, sharded.shape, sharded.stride()
-    local = local.to(mesh.device_type)  # an offloaded shard travels over the devices' group
-    return DTensor.from_local(local, mesh, sharded.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    wanted: list[Any] = [f.parameter for s in slots for f in ((s,) if s.lora is None else (s, s.lora.a, s.lora.b))]
+    missing = [p for p in wanted if is_zero3(p) and p.ds_status.name != "AVAILABLE"]
+    found: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(missing) if missing else contextlib.nullcontext()
     return found
