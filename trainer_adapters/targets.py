@@ -26,7 +26,7 @@ from ..rollout.models.config import computation, parse_hf_config
 from ..weight_sync.control import UpdateError
 from ..weight_sync.ranks import Ranks, together
 from ..weight_sync.sender import SyncReport, WeightSender
-from ..weight_sync.sources import TensorMeta, WeightSource
+from ..weight_sync.sources import WeightSource
 from .errors import TargetError
 from .rows import Ask, asks_of, dealt
 from .rows import Row as Row
@@ -185,7 +185,6 @@ class UrlTarget:
         self._token, self._timeout_s, self._options = token, timeout_s, options
         self._transport = transport or ("ipc" if all(map(_is_local, self.urls)) else "collective")
         self._fleet = RolloutFleet(self.urls, token, patience_s=patience_s)
-        self._source = _Current()
         self._sender: WeightSender | None = None
         self._facts: Facts | None = None
         self.version: int | None = None
@@ -244,17 +243,14 @@ class UrlTarget:
         if self._sender is None:
             self._facts = together(ranks, "connect", self.facts, lead=True)
             options = {"transport": self._transport, "token": self._token, "timeout_s": self._timeout_s, **self._options}
-            self._sender = WeightSender(self.urls, self._source, ranks=ranks, **options)
-        self._source.now = weights
+            self._sender = WeightSender(self.urls, weights, ranks=ranks, **options)
         try:
-            report = self._sender.sync(version, required="all" if first else 1, force=first)
+            report = self._sender.sync(version, source=weights, required="all" if first else 1, force=first)
         except UpdateError as error:
             if first or error.report is None or not error.report.engines:
                 raise
             report = error.report
             log.warning("%s; the others serve version %d, and it gets no prompts until it does", error, version)
-        finally:
-            self._source.now = None
         if first:
             together(ranks, "check", lambda: self._check_held(report.digests or {}), lead=True)
         self.version = self._fleet.min_version = version
@@ -268,20 +264,6 @@ class UrlTarget:
             if differ := sorted(name for name, value in digests.items() if held.get(name, f"{value:016x}") != f"{value:016x}"):
                 shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
                 raise UpdateError(f"{url} does not hold the weights that were just sent ({shown} differ): does somebody else update it?")
-
-
-class _Current:
-    """A sender's source, which is another one at each sync."""
-
-    now: WeightSource | None = None
-
-    def metadata(self) -> list[TensorMeta]:
-        assert self.now is not None
-        return self.now.metadata()
-
-    def __iter__(self) -> Any:
-        assert self.now is not None
-        return iter(self.now)
 
 
 def check_model(facts: Facts, model: Any) -> None:

@@ -15,7 +15,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
+from ..weight_sync.sources import weights_from
 from .targets import Facts, Target, agreed, check_model, check_rows, derived_seed, target_of
 from .trl_params import is_plain, sampling_params, stop_ids
 
@@ -47,7 +50,8 @@ class RollsyncGeneration:
     def sync_weights(self) -> None:
         """Send the trainer's weights, as version `global_step + 1`: 0 is what an engine was started with. A collective."""
         trainer = self._trainer
-        weights = _weights(trainer, self.target.facts().dtype, self._ranks)
+        dtype = getattr(torch, self.target.facts().dtype)  # what the engine would round to
+        weights = weights_from(trainer.model_wrapped, dtype=dtype)  # wrappers come and go between syncs
         self.last_sync = self.target.sync(weights, trainer.state.global_step + 1, self._ranks)
         self.num_syncs += 1
 
@@ -142,11 +146,10 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_engine(trainer: Any, facts: Facts, parity: bool | Mapping[str, Any]) -> None:
-    """TargetError: the engine's model is another one. ParityError: its bits cannot be the trainer's."""
-    import torch
-
+    """TargetError: the engine's model is another one. UnsupportedModel: the trainer's cannot be sent. ParityError: bits cannot be equal."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     check_model(facts, model)
+    weights_from(model)
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
     trained_in = mixed or next(model.parameters()).dtype
     if parity:
@@ -155,13 +158,3 @@ def _check_engine(trainer: Any, facts: Facts, parity: bool | Mapping[str, Any]) 
         check_numerics(model, facts.fingerprint, facts.dtype, trained_in)
     elif (name := str(trained_in).removeprefix("torch.")) != facts.dtype:
         log.warning("the engine computes in %s and the trainer in %s: their logprobs differ by as much as that", facts.dtype, name)
-
-
-def _weights(trainer: Any, dtype: str, ranks: Ranks) -> Any:
-    """The weights as they are now. The model is read here: wrappers come and go between syncs."""
-    import torch
-
-    from ..weight_sync.sources import ModuleSource
-
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    return ModuleSource(model, dtype=getattr(torch, dtype), rank=ranks.rank)

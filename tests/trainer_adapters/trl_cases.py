@@ -34,7 +34,7 @@ def write_text_model(folder: str | Path, kind: str = "qwen2", *, dtype: torch.dt
     tokenizer.save_pretrained(folder)
     options = {
         "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "tie_word_embeddings": False, **changes,
     }  # fmt: skip
     torch.manual_seed(seed)
@@ -65,12 +65,17 @@ def grpo(folder: str, out: str | Path, model: Any = None, **changes: Any) -> Any
     from trl import GRPOConfig, GRPOTrainer
 
     apart = {name: changes.pop(name) for name in ("peft_config", "eval_dataset", "environment_factory", "reward_funcs") if name in changes}
-    args = GRPOConfig(output_dir=str(out), **{**COMMON, "num_generations": 4, **changes})
     given = {"reward_funcs": length_reward, **apart}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = changes.pop("tokenizer", None) or AutoTokenizer.from_pretrained(folder)
+    args = GRPOConfig(output_dir=str(out), **{**COMMON, "num_generations": 4, **changes})
     return GRPOTrainer(model=model or load(folder), args=args, train_dataset=chats(), processing_class=tokenizer, **given)
 
 
 def logged(trainer: Any, name: str) -> list[float]:
     """A metric at every step that logged it."""
     return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of a model's parameters, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
