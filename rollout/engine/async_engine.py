@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import DuplicateRequest, EngineDead, RollsyncError
-from .commands import EngineLike
+from .commands import EngineLike, Reply
 from .loop import EngineLoop, Heartbeat
 from .types import RolloutRequest, SampleOutput
 
@@ -96,6 +96,23 @@ class AsyncEngine:
             raise self._dead
         if verb == "abort":
             args = self._with_names(args)
+        value = await self._reply(lambda reply: self._loop.command(verb, args, reply))
+        if verb == "abort":
+            value["request_ids"] = sorted(name.partition(":")[2] for name in value["request_ids"])
+        return value
+
+    async def aside(self, lane: str, verb: str, **args: Any) -> Any:
+        """Run one of `commands.ASIDE` (a chunk of a weight update, digests) beside the steps and return its value.
+
+        Args:
+            lane: work of one lane keeps its order.
+        """
+        if self._dead is not None:
+            raise self._dead
+        return await self._reply(lambda reply: self._loop.aside(lane, verb, args, reply))
+
+    async def _reply(self, ask: Callable[[Reply], None]) -> Any:
+        """What is replied to `ask`; its error is raised."""
         done: asyncio.Future[Any] = self._aio.create_future()
 
         def settle(value: Any) -> None:
@@ -104,14 +121,12 @@ class AsyncEngine:
 
         self._commands.add(done)
         try:
-            self._loop.command(verb, args, lambda value: self._call(lambda: settle(value)))
+            ask(lambda value: self._call(lambda: settle(value)))
             value = await done
         finally:
             self._commands.discard(done)
         if isinstance(value, BaseException):
             raise value
-        if verb == "abort":
-            value["request_ids"] = sorted(name.partition(":")[2] for name in value["request_ids"])
         return value
 
     def _with_names(self, args: dict[str, Any]) -> dict[str, Any]:
