@@ -15,6 +15,7 @@ _HELP = {
     "generate": "sample from one prompt, in this process",
     "parity": "sample from a server and show that the stock transformers model computes the same bits",
     "replay": "compute the samples of a trace again and compare every bit",
+    "verl-check": "check that verl finds Rollsync, and that a replica works",
 }
 
 
@@ -118,6 +119,12 @@ def _parity(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _verl_check(args: argparse.Namespace) -> int:
+    from .verl_command import main
+
+    return main(args)
+
+
 def _selftest(args: argparse.Namespace) -> int:
     from .selftest import main as selftest
 
@@ -199,12 +206,24 @@ def _add_parity(commands: Any) -> None:
     add_flags(parser)
 
 
+def _add_verl_check(commands: Any) -> None:
+    text = "Exit status: 0 if all of it works, 1 if not."
+    parser = commands.add_parser("verl-check", help=_HELP["verl-check"], description=text)
+    parser.set_defaults(run=_verl_check)
+    text = "of a running Ray cluster, whose nodes are looked at too; all else happens in a Ray of its own on this machine"
+    parser.add_argument("--address", metavar="ADDRESS", help=text)
+
+
+ADDS = {"serve": _add_serve, "generate": _add_generate, "parity": _add_parity, "replay": _add_replay, "verl-check": _add_verl_check}
+"""what makes a subcommand's flags"""
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The flags of a subcommand are made only if it is called."""
     parser = argparse.ArgumentParser(prog="rollsync", description="RL-rollout inference: same bits, same weights, same version.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((a for a in argv if not a.startswith("-")), None)
-    for name, add in (("serve", _add_serve), ("generate", _add_generate), ("parity", _add_parity), ("replay", _add_replay)):
+    for name, add in ADDS.items():
         if name == chosen:
             add(commands)
         else:

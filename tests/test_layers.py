@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "weight_sync", "rollout", "trainer_adapters")
 TOP = (
     "rollout/cli.py", "rollout/replay_command.py", "rollout/parity_command.py", "rollout/parity_server.py", "rollout/parity_trainer.py",
-    "rollout/selftest",
+    "rollout/verl_command.py", "rollout/selftest",
 )  # fmt: skip
 """may import any layer, and are imported by none"""
 LEAVES = (

@@ -58,7 +58,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from rollsync.trainer_adapters.verl.tiny import write_tiny
+    from rollsync.rollout.verl_command import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("model"))
 

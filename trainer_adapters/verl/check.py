@@ -1,0 +1,175 @@
+"""What `rollsync verl-check` looks at. verl hides a plugin's errors, and a job then says no more than that it knows no rollsync."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from . import NAME
+
+GROUP = "verl.plugins"
+PLUGIN = f"{__package__}.plugin"
+PACKAGES: dict[str, tuple[str, str | None]] = {
+    "verl": ("0.9.1", "0.10"),
+    "ray": ("2.41", None),
+    "transformers": ("5.5.3", "5.11"),
+    "torch": ("2.6", None),
+    "uvicorn": ("0.30", None),
+    "fastapi": ("0.115", None),
+    "cachetools": ("0", None),
+}
+"""at least, below; the last three are of verl's extra `verl-core`, which `pip install verl` leaves out and `import verl.workers` needs"""
+INSTALL = "pip install 'rollsync[verl]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    words: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def packages() -> Finding:
+    """Whether what verl needs is there, in versions that fit."""
+    from packaging.version import Version
+
+    found, problems = [], []
+    for name, (low, high) in PACKAGES.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{name} is not installed: {INSTALL}")
+            continue
+        found.append(f"{name} {version}")
+        if Version(version) < Version(low) or (high is not None and Version(version) >= Version(high)):
+            fits = f"{low} or newer" + (f", below {high}" if high else "")
+            problems.append(f"{name} {version} does not fit, {fits} does: {INSTALL}")
+    return Finding("packages", ", ".join(found), tuple(problems))
+
+
+def registered() -> Finding:
+    """Whether verl, imported in this process, has the plugin."""
+    where = f"process {os.getpid()}"
+    try:
+        importlib.import_module("verl")
+    except Exception as error:
+        return Finding("plugin", where, (f"import verl fails: {type(error).__name__}: {error}",))
+    return Finding("plugin", where, tuple(_lacking() if PLUGIN in sys.modules else [_why_not()]))
+
+
+def _why_not() -> str:
+    """Why verl did not load the plugin, with what it swallowed."""
+    points = [p for p in importlib.metadata.entry_points(group=GROUP) if p.value == PLUGIN]
+    if not points:
+        words = f"no installed package brings {PLUGIN} in the entry point group {GROUP}: install Rollsync there (a checkout on PYTHONPATH"
+        return f"{words} does not count), or set VERL_USE_EXTERNAL_MODULES={PLUGIN}"
+    policy, name = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip(), points[0].name
+    if policy.lower() != "auto" and name not in (part.strip() for part in policy.split(",")):
+        return f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading it: add {name}, or leave that variable out"
+    try:
+        points[0].load()
+    except Exception as error:
+        return f"it does not load: {type(error).__name__}: {error}"
+    return "it loads now, but did not when verl was imported: was verl imported before Rollsync was installed?"
+
+
+def _lacking() -> list[str]:
+    """Names of ours that verl does not know, though the plugin was loaded."""
+    problems = list(sys.modules[PLUGIN].problems)
+    looks: dict[str, Callable[[], Any]] = {
+        "rollout.name": lambda: importlib.import_module("verl.workers.rollout.replica").RolloutReplicaRegistry.get(NAME),
+        "rollout": lambda: importlib.import_module("verl.workers.rollout.base").get_rollout_class(NAME, "async"),
+        "checkpoint_engine.backend": lambda: importlib.import_module("verl.checkpoint_engine").CheckpointEngineRegistry.get(NAME),
+    }
+    for setting, look in looks.items():
+        try:
+            look()
+        except Exception as error:
+            problems.append(f"{setting}={NAME} is not to be had: {type(error).__name__}: {error}")
+    return problems
+
+
+@contextmanager
+def own_ray() -> Iterator[Any]:
+    """A Ray on this machine that ends with the block. Where there is no GPU it pretends to have one, as verl asks for one per worker."""
+    import ray
+    import torch
+
+    gpus = torch.cuda.device_count() or 2
+    with tempfile.TemporaryDirectory(prefix="rs-ray-") as folder:
+        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+        ray.init(address="local", num_cpus=4, num_gpus=gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def in_workers(ray: Any) -> list[Finding]:
+    """`registered`, as a worker on every node of a Ray cluster has it."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(_look)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    asked = [look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote() for n in nodes]
+    found = []
+    for node, reference in zip(nodes, asked, strict=True):
+        what = f"a Ray worker on {node['NodeManagerAddress']}"
+        try:
+            words, problems = ray.get(reference, timeout=120)
+        except Exception as error:  # one that cannot import Rollsync cannot run this either
+            words, problems = "", [f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"]
+        found.append(Finding(what, words, tuple(problems)))
+    return found
+
+
+def _look() -> tuple[str, list[str]]:
+    found = registered()
+    return found.words, list(found.problems)
+
+
+def run(model: str, address: str | None = None) -> Iterator[Finding]:
+    """Everything, one after another, up to the first that has problems.
+
+    Args:
+        model: folder of a small model with a tokenizer, for a replica that generates and takes an update.
+        address: of a running Ray cluster, whose nodes are looked at as well.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for look in (packages, registered):
+        found = look()
+        yield found
+        if not found.ok:
+            return
+    if address is not None:
+        import ray
+
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        try:
+            nodes = in_workers(ray)
+        finally:
+            ray.shutdown()
+        yield from nodes
+        if not all(found.ok for found in nodes):
+            return
+    with own_ray() as ray:
+        workers = in_workers(ray)
+        yield from workers
+        if all(found.ok for found in workers):
+            from .trial import trial
+
+            yield trial(model)
