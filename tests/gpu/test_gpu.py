@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -19,14 +18,9 @@ ARCHES = (80, 90, 100)
 INSTRUCTIONS = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05"}}
 
 
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    return kept | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"} | more
-
-
-def compile_all(cache: Path, *choices: list[str]) -> list[dict[str, Any]]:
+def compile_all(env: dict[str, str], *choices: list[str]) -> list[dict[str, Any]]:
     """A row per variant and architecture of each choice, compiled side by side."""
-    env, rows = environment(cache), []
+    rows = []
     command = [sys.executable, "-m", "rollsync.kernels.gpu.compile", "--json"]
     running = [subprocess.Popen([*command, *some], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for some in choices]
     for process in running:
@@ -42,9 +36,9 @@ def too_large(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def compiled(environment: dict[str, str]) -> list[dict[str, Any]]:
     """One or two variants of each kernel for every architecture; all flags, shapes and dtypes of them are in `test_every_variant`."""
-    return compile_all(tmp_path_factory.mktemp("triton"), ["--quick", "--arch", "90"], ["--quick", "--arch", "80", "100"])
+    return compile_all(environment, *(["--quick", "--arch", str(arch)] for arch in ARCHES))
 
 
 def test_variants_compile_and_fit(compiled: list[dict[str, Any]]) -> None:
@@ -54,8 +48,8 @@ def test_variants_compile_and_fit(compiled: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_every_variant(tmp_path: Path) -> None:
-    rows = compile_all(tmp_path, *(["--arch", str(arch)] for arch in ARCHES))
+def test_every_variant(environment: dict[str, str]) -> None:
+    rows = compile_all(environment, *(["--arch", str(arch)] for arch in ARCHES))
     assert len(rows) > 150
     assert not too_large(rows)
     assert not [row for row in rows if row["main"] and row["local_bytes"]]
@@ -95,18 +89,16 @@ def test_a_norm_sums_in_one_order_wherever_it_is_used(compiled: list[dict[str, A
     assert all(len(layouts) == 1 for layouts in orders.values()), orders
 
 
-def test_launches_are_the_variants_that_were_compiled_whatever_the_batch(tmp_path: Path) -> None:
+def test_launches_are_the_variants_that_were_compiled_whatever_the_batch(environment: dict[str, str]) -> None:
     command = [sys.executable, str(HERE / "launches.py")]
-    found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=200)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert found.returncode == 0, found.stderr[-3000:]
     seen = json.loads(found.stdout)
     assert len(seen) >= 12
     assert not [name for name, problems in seen.items() if problems], seen
 
 
-def test_ops_in_the_interpreter(tmp_path: Path) -> None:
-    env = environment(tmp_path, TRITON_INTERPRET="1")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-x", "--tb=short", str(HERE / "ops")]
-    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert found.returncode == 0, found.stdout[-5000:]
-    assert " passed" in found.stdout
+def test_ops_in_the_interpreter(interpreters: dict[str, Any]) -> None:
+    out, err = interpreters["ops"].communicate(timeout=900)
+    assert interpreters["ops"].returncode == 0, (out + err)[-5000:]
+    assert " passed" in out

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +17,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    command = [sys.executable, str(PROGRAM), str(tmp_path_factory.mktemp("models"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {name: problem for name, problem, _ in map(json.loads, done.stdout.splitlines())}
+def verdicts(interpreters: dict[str, Any]) -> dict[str, str | None]:
+    out, err = interpreters["engine"].communicate(timeout=300)
+    assert interpreters["engine"].returncode == 0, err[-4000:]
+    return {name: problem for name, problem, _ in map(json.loads, out.splitlines())}
 
 
 @pytest.mark.parametrize("case", CASES)
