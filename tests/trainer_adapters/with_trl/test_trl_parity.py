@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from rollsync.trainer_adapters.trl import attach
 from trl_cases import chats, grpo, length_reward, load, logged, write_text_model
 
 pytestmark = pytest.mark.adapters
+HERE = Path(__file__).parent
 LONG = {"max_completion_length": 24, "max_steps": 3, "learning_rate": 1e-2}
 
 
@@ -97,6 +101,14 @@ def test_rloo_scores_the_sampled_logprobs(folder: str, tmp_path: Path, monkeypat
         trainer.train()
     assert len(sampled) == len(scored) == 24
     assert [row[: len(own)] for row, own in zip(scored, sampled, strict=True)] == sampled
+
+
+def test_two_ranks_under_ddp(folder: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", str(HERE / "parity_ranks.py"), folder, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}.txt").read_text() == "[0.0, 0.0] 2"
 
 
 @pytest.mark.parametrize(
