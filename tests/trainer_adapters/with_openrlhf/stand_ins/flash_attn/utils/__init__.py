@@ -1,0 +1,1 @@
+"""Names that OpenRLHF imports."""

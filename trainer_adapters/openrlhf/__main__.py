@@ -1,0 +1,5 @@
+"""`python -m rollsync.trainer_adapters.openrlhf`."""
+
+from .launch import main
+
+main()
