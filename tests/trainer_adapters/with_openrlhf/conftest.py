@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))
 
-from openrlhf_helpers import OWN, STAND_INS
+from openrlhf_helpers import OWN, STAND_INS  # noqa: E402: its folder is no package
 
 if importlib.util.find_spec("openrlhf") is not None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
@@ -73,9 +73,8 @@ def cluster() -> Iterator[dict[str, Any]]:
     env = runtime_env({**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)})
     install(OWN)
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # names of its sockets must be short
-    ray.init(
-        num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, _temp_dir=folder, object_store_memory=80 << 20, runtime_env=env
-    )
+    quiet = {"include_dashboard": False, "log_to_driver": False, "_temp_dir": folder, "object_store_memory": 80 << 20}
+    ray.init(num_cpus=8, num_gpus=0, runtime_env=env, **quiet)
     yield env
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
