@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))
 
-from openrlhf_helpers import OWN, STAND_INS  # noqa: E402: its folder is no package
+from openrlhf_helpers import OWN, STAND_INS  # noqa: E402
 
 if importlib.util.find_spec("openrlhf") is not None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
