@@ -64,14 +64,19 @@ class RollsyncGeneration:
             are those of the distribution drawn from, which TRL does not apply again: its ratios then hold what was cut off.
 
         Raises:
-            TargetError, BadRequest, ServerUnreachable, ...: alone, as they are; with several ranks, a TargetError on all of them.
+            TargetError, BadRequest, ServerUnreachable, ...: alone, as they are; with several ranks, a TargetError on all of them. A rank
+                of a trainer with tools fails by itself: each goes on with the rows that called one, and nobody knows how often.
         """
         if self.target.version is None:
             self.sync_weights()
         with profiler or contextlib.nullcontext():
-            found = agreed(self._ranks, "the rollout", lambda: self._rows(prompts, images))
+            found = agreed(self._in_step(), "the rollout", lambda: self._rows(prompts, images))
         ids, logprobs = [ids for ids, _ in found], [[[value] for value in values] for _, values in found]
         return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
+
+    def _in_step(self) -> Ranks:
+        """The ranks that call `generate` as often as this one."""
+        return Alone() if getattr(self._trainer, "tools", None) else self._ranks
 
     def _rows(self, prompts: list[list[int]], images: Any) -> list[tuple[list[int], list[float]]]:
         """Ids and logprobs of every row."""

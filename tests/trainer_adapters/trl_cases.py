@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,81 @@ def logged(trainer: Any, name: str) -> list[float]:
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     """Copies of a model's parameters, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def asked_by(generation: Any) -> list[dict[str, Any]]:
+    """What an attached trainer asks of its target from now on, and what it gets."""
+    calls: list[dict[str, Any]] = []
+    generate = generation.target.generate
+
+    def noting(prompts: Any, params: Any, **kw: Any) -> Any:
+        rows = generate(prompts, params, **kw)
+        calls.append({"prompts": [list(p) for p in prompts], "rows": [list(r.token_ids) for r in rows], "seed": kw["seed"]})
+        return rows
+
+    generation.target.generate = noting
+    return calls
+
+
+class Bumper:
+    """An environment with one tool."""
+
+    def reset(self, **kwargs: Any) -> None:
+        self.total = 0
+
+    def bump(self, k: int) -> str:
+        """Adds k.
+
+        Args:
+            k: how much to add
+
+        Returns:
+            The new total.
+        """
+        self.total += k
+        return f"total={self.total}"
+
+
+def tool_user(
+    folder: str, out: str | Path, target: Any, *, calls_tools: bool = True, rewards: list[float] | None = None, **changes: Any
+) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """A GRPOTrainer with an environment, attached: its first turns call the tool, its second ones end.
+
+    The model says neither: its rows are replaced, after they were drawn. The third value is what is asked of the target.
+    """
+    import trl
+    from rollsync.trainer_adapters.trl import attach
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    ask = '<tool_call>\n{"name": "bump", "arguments": {"k": 2}}\n</tool_call>'
+    turns = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (ask if calls_tools else "no", "done")]
+    model = load(folder)
+    model.config.max_position_embeddings = 2048
+
+    def reward(completions: Any, **kwargs: Any) -> list[float]:
+        found = [float(sum("total=2" in str(m) for m in c)) + i / 10 for i, c in enumerate(completions)]
+        if rewards is not None:
+            rewards.extend(found)
+        return found
+
+    trainer = grpo(
+        folder, out, model, tokenizer=tokenizer, environment_factory=Bumper, reward_funcs=reward, max_completion_length=300, max_steps=1,
+        max_tool_calling_iterations=3, gradient_accumulation_steps=1, vllm_importance_sampling_correction=False, **changes,
+    )  # fmt: skip
+    generation = attach(trainer, target)
+    calls = asked_by(generation)
+    generate = generation.target.generate
+
+    def scripted(prompts: Any, params: Any, **kw: Any) -> Any:
+        rows = generate(prompts, dataclasses.replace(params, max_tokens=4), **kw)
+        turn = turns[0] if len(calls) % 2 else turns[1]
+        for i, row in enumerate(rows):
+            logprobs = [-1.0] * len(turn)
+            same = {"token_ids": list(turn), "logprobs": logprobs, "temperature_logprobs": logprobs, "finish_reason": "stop"}
+            rows[i] = dataclasses.replace(row, **same)
+        return rows
+
+    generation.target.generate = scripted
+    return trainer, generation, calls

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -21,31 +20,18 @@ import torch
 import trl
 from rollsync import Engine
 from rollsync.trainer_adapters.trl import attach
-from trl_cases import COMMON, chats, grpo, length_reward, load, logged, weights_of
+from trl_cases import COMMON, asked_by, chats, grpo, length_reward, load, logged, tool_user, weights_of
 
 FOLDER = sys.argv[1]
 OUT = tempfile.mkdtemp()
 DIFFERENCE, RATIO = "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio"
 
 
-def spied(generation: Any) -> list[dict[str, Any]]:
-    """What is asked of the target from now on."""
-    calls, generate = [], generation.target.generate
-
-    def noting(prompts: Any, params: Any, **kw: Any) -> Any:
-        rows = generate(prompts, params, **kw)
-        calls.append({"prompts": [list(p) for p in prompts], "rows": [list(r.token_ids) for r in rows], "seed": kw["seed"]})
-        return rows
-
-    generation.target.generate = noting
-    return calls
-
-
 def case_grpo(engine: Engine) -> dict[str, Any]:
     trainer = grpo(FOLDER, OUT)
     before = weights_of(trainer.model)
     generation = attach(trainer, engine)
-    calls = spied(generation)
+    calls = asked_by(generation)
     trainer.train()
     after = weights_of(trainer.model)
     return {
@@ -123,7 +109,7 @@ def case_peft(engine: Engine) -> dict[str, Any]:
 def case_eval(engine: Engine) -> dict[str, Any]:
     trainer = grpo(FOLDER, OUT, eval_dataset=chats(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
     generation = attach(trainer, engine)
-    calls = spied(generation)
+    calls = asked_by(generation)
     trainer.train()
     return {
         "syncs": generation.num_syncs, "seeds": [c["seed"] for c in calls], "evals": len(logged(trainer, "eval_reward")),
@@ -131,59 +117,9 @@ def case_eval(engine: Engine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Bumper:
-    """An environment with one tool."""
-
-    def reset(self, **kwargs: Any) -> None:
-        self.total = 0
-
-    def bump(self, k: int) -> str:
-        """Adds k.
-
-        Args:
-            k: how much to add
-
-        Returns:
-            The new total.
-        """
-        self.total += k
-        return f"total={self.total}"
-
-
 def case_tools(engine: Engine) -> dict[str, Any]:
-    """Every first turn calls the tool, every second one ends. The model says neither: its rows are replaced, after they were drawn."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    ask = '<tool_call>\n{"name": "bump", "arguments": {"k": 2}}\n</tool_call>'
-    turns = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (ask, "done")]
-    model = load(FOLDER)
-    model.config.max_position_embeddings = 2048
     rewards: list[float] = []
-
-    def reward(completions: Any, environments: Any = None, **kwargs: Any) -> list[float]:
-        found = [float(sum("total=2" in str(m) for m in c)) + i / 10 for i, c in enumerate(completions)]
-        rewards.extend(found)
-        return found
-
-    trainer = grpo(
-        FOLDER, OUT, model, tokenizer=tokenizer, environment_factory=Bumper, reward_funcs=reward, max_completion_length=300, max_steps=1,
-        max_tool_calling_iterations=3, gradient_accumulation_steps=1, vllm_importance_sampling_correction=False,
-    )  # fmt: skip
-    generation = attach(trainer, engine)
-    calls = spied(generation)
-    generate = generation.target.generate
-
-    def scripted(prompts: Any, params: Any, **kw: Any) -> Any:
-        rows = generate(prompts, dataclasses.replace(params, max_tokens=4), **kw)
-        turn = turns[0] if len(calls) % 2 else turns[1]
-        for row in rows:
-            row.token_ids, row.logprobs, row.finish_reason = list(turn), [-1.0] * len(turn), "stop"
-            row.temperature_logprobs = row.logprobs
-        return rows
-
-    generation.target.generate = scripted
+    trainer, generation, calls = tool_user(FOLDER, OUT, engine, rewards=rewards)
     trainer.train()
     return {"asked": [[len(p) for p in c["prompts"]] for c in calls], "rewards": rewards, "syncs": generation.num_syncs}
 
@@ -191,7 +127,7 @@ def case_tools(engine: Engine) -> dict[str, Any]:
 def case_resumed(engine: Engine) -> dict[str, Any]:
     """Stopped after a step and resumed: the engine, back at the base model, has the trained weights before the first rollout."""
     whole = grpo(FOLDER, OUT, max_steps=3)
-    calls = spied(attach(whole, engine))
+    calls = asked_by(attach(whole, engine))
     whole.train()
     with tempfile.TemporaryDirectory() as out:
         first = grpo(FOLDER, out, max_steps=3, save_strategy="steps", save_steps=2)
@@ -200,7 +136,7 @@ def case_resumed(engine: Engine) -> dict[str, Any]:
         with Engine(FOLDER, threads=1, num_blocks=64) as fresh:
             again = grpo(FOLDER, out, max_steps=3, save_strategy="steps", save_steps=2)
             generation = attach(again, fresh)
-            resumed = spied(generation)
+            resumed = asked_by(generation)
             again.train(resume_from_checkpoint=os.path.join(out, "checkpoint-2"))
             return {
                 "syncs": generation.num_syncs, "version": fresh.weight_version, "calls": len(resumed),
