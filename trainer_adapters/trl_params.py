@@ -36,9 +36,11 @@ def sampling_params(trainer: Any) -> SamplingParams:
     if fields["max_tokens"] is not None and fields["max_tokens"] < 1:
         raise BadRequest(f"max_completion_length must be at least 1, got {fields['max_tokens']}", field="max_completion_length")
     given = _given(trainer)
-    stops = {*_ids(given.pop("stop_token_ids", ())), *(() if given.pop("ignore_eos", False) else stop_ids(trainer))}
+    stops, own = _ids(given.pop("stop_token_ids", ())), given.get("ignore_eos", False)
+    stops += () if own is True else stop_ids(trainer)
+    given["ignore_eos"] = True if isinstance(own, bool) else own  # the engine's own EOS ids; what is no bool is refused below
     try:
-        return SamplingParams.from_wire({**fields, **given, "stop_token_ids": sorted(stops), "ignore_eos": True})
+        return SamplingParams.from_wire({**fields, **given, "stop_token_ids": tuple(dict.fromkeys(stops))})
     except BadRequest as error:
         words = str(error).replace("sampling_params.", "generation_kwargs.")
         raise BadRequest(f"the trainer's sampling settings cannot be served: {words}", field=error.field) from None
@@ -76,7 +78,7 @@ def stop_ids(trainer: Any) -> tuple[int, ...]:
         return _ids(own)
     config = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    return tuple({*_ids(getattr(config, "eos_token_id", None)), *_ids(tokenizer.eos_token_id)})
+    return (*_ids(tokenizer.eos_token_id), *_ids(getattr(config, "eos_token_id", None)))
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -38,7 +38,8 @@ def run(case: str, folder: str, out: Path, *targets: str, timeout_s: float = 120
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = str(Path(__file__).parent / "ranks_of_trl.py")
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, script, case, folder, str(out / str(rank)), *targets], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
