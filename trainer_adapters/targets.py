@@ -209,11 +209,12 @@ class UrlTarget:
                     found[url] = Facts.of(_info(client, url, self._timeout_s))
             except RollsyncError as error:
                 problems.append(str(error) if url in str(error) else f"{url}: {error}")
-        for url, facts in found.items():
-            first_url, first = next(iter(found.items()))
-            if wrong := [name for name in Facts.__slots__ if getattr(facts, name) != getattr(first, name)]:
-                both = ", ".join(f"{name} {getattr(facts, name)!r} and {getattr(first, name)!r}" for name in wrong)
-                problems.append(f"{url} and {first_url} differ in {both}: all servers must serve one model alike")
+        first_url = next(iter(found), "")
+        for url in list(found)[1:]:
+            told, first = ({**dataclasses.asdict(f), **f.computation} for f in (found[url], found[first_url]))
+            names = [name for name, value in told.items() if name != "computation" and value != first.get(name)]
+            if both := [f"{name} ({told[name]!r} and {first.get(name)!r})" for name in names]:
+                problems.append(f"{url} and {first_url} differ in {', '.join(both)}: all servers must serve one model alike")
         if problems:
             raise TargetError(problems)
         return next(iter(found.values()))
