@@ -28,8 +28,8 @@ class PatientRanks(DistRanks):
         try:
             return super().gather(value)
         except RuntimeError as error:
-            words = f"trainer rank {self.rank} waited for the {self.size - 1} others (at most {self._timeout_s:g} s), and they did not come"
-            raise TargetError([f"{words}: {error}"]) from error
+            words = f"trainer rank {self.rank} waited for the others (at most {self._timeout_s:g} s), and not all came: {error}"
+            raise TargetError([words]) from error
 
     def close(self) -> None:
         """Give the group's sockets back, if torch.distributed still has it."""
@@ -83,7 +83,11 @@ class Lockstep:
             return
         if self._parted:
             raise TargetError([f"trainer rank {self._ranks.rank} is alone at {place}: the others have left this phase"]) from trouble
-        told: list[tuple[str, str | None]] = self._ranks.gather((place, None if trouble is None else describe(trouble)))
+        told: list[tuple[str, str | None]]
+        try:
+            told = self._ranks.gather((place, None if trouble is None else describe(trouble)))
+        except TargetError as error:
+            raise TargetError([f"at {place}: {words}" for words in error.problems]) from trouble or error
         self._parted = LEAVING in (there for there, _ in told)
         problems = [f"trainer rank {rank} failed at {there}: {words}" for rank, (there, words) in enumerate(told) if words is not None]
         if not problems and any(there != place for there, _ in told):
