@@ -6,7 +6,6 @@ What this leaves behind is the model as it was: nothing is written, nothing merg
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,10 +147,9 @@ class _Reader:
 
     def slots(self) -> Iterator[Slot]:
         """One after another, to be read before the next."""
-        for zero3, run in itertools.groupby(self._slots, lambda slot: slot.flat is None and is_zero3(slot.parameter)):
-            for batch in _batches(list(run)) if zero3 else [list(run)]:
-                with _collected(batch) if zero3 else contextlib.nullcontext():
-                    yield from batch
+        for slot in self._slots:
+            with _collected(slot):
+                yield slot
 
     @torch.no_grad()
     def part(self, slot: Slot, dtype: torch.dtype | None) -> Tensor:
@@ -196,24 +194,17 @@ class _Reader:
         return joined(tensor, tensor.to_local().to(dtype)) if is_sharded(tensor) else tensor.to(dtype)
 
 
-def _batches(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """Runs that together are no larger than the largest one."""
-    sizes = [torch.Size(slot.shape).numel() for slot in slots]
-    limit, batch, used = max(sizes), [slots[0]], sizes[0]
-    for slot, size in zip(slots[1:], sizes[1:], strict=True):
-        if used + size > limit:
-            yield batch
-            batch, used = [], 0
-        batch.append(slot)
-        used += size
-    yield batch
+@contextlib.contextmanager
+def _collected(slot: Slot) -> Iterator[None]:
+    """A parameter and its adapter are whole within, if ZeRO-3 shares them out. Those that are whole anyway stay so.
 
+    One by one: of several that it gathers together, DeepSpeed waits for the last, which with gloo says nothing of the others.
+    """
+    needed = (slot,) if slot.lora is None else (slot, slot.lora.a, slot.lora.b)
+    with contextlib.ExitStack() as stack:
+        for parameter in (s.parameter for s in needed):
+            if is_zero3(parameter) and parameter.ds_status.name != "AVAILABLE":
+                import deepspeed
 
-def _collected(slots: list[Slot]) -> contextlib.AbstractContextManager[Any]:
-    """ZeRO-3 parameters and their adapters, whole within. Those that are whole anyway stay so."""
-    import deepspeed
-
-    wanted: list[Any] = [f.parameter for s in slots for f in ((s,) if s.lora is None else (s, s.lora.a, s.lora.b))]
-    missing = [p for p in wanted if is_zero3(p) and p.ds_status.name != "AVAILABLE"]
-    found: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(missing) if missing else contextlib.nullcontext()
-    return found
+                stack.enter_context(deepspeed.zero.GatheredParameters([parameter]))
+        yield

@@ -29,6 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 V, D, LAYERS = 67, 16, 2
+LR = 0.5
+UNLIKE = {"mixed"}
+"""parts of a kind whose training is not that of the plain model"""
 
 
 class Attention(nn.Module):
@@ -104,11 +107,13 @@ def peft(model: nn.Module, **options: Any) -> nn.Module:
     return found
 
 
-def spread(model: nn.Module, **options: Any) -> nn.Module:
+def spread(model: nn.Module, replicas: int = 0, **options: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    size = dist.get_world_size()
+    sizes = (replicas, size // replicas) if replicas else (size,)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -132,6 +137,27 @@ def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layer) for layer in layers_of(model)})
     device = torch.device("cpu")
     return FullyShardedDataParallel(model, **{"auto_wrap_policy": policy, "use_orig_params": True, "device_id": device, **options})
+
+
+def by_columns(model: nn.Module) -> nn.Module:
+    from torch.distributed.tensor import Shard
+
+    return spread(model, shard_placement_fn=lambda p: Shard(1 if p.dim() == 2 and p.shape[1] % 2 == 0 else 0))
+
+
+def fsdp1_mixed(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+    strategy = ShardingStrategy.SHARD_GRAD_OP
+    return fsdp1(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16), sharding_strategy=strategy)
+
+
+def fsdp1_apart(model: nn.Module) -> nn.Module:
+    """Every adapter in a unit of its own, and the base layers in others."""
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear) and m.weight.requires_grad)
+    return fsdp1(model, auto_wrap_policy=policy)
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
@@ -160,13 +186,19 @@ WRAPPINGS: dict[str, Any] = {
     "fsdp2": spread,
     "fsdp2mixed": fsdp2_mixed,
     "partly": partly,
+    "fsdp2columns": by_columns,
+    "hsdp": lambda m: spread(m, replicas=2),
+    "hsdp1": lambda m: spread(m, replicas=1),
+    "fsdp1mixed": fsdp1_mixed,
+    "fsdp1apart": fsdp1_apart,
+    "fsdp1flat": lambda m: fsdp1(m, use_orig_params=False),
     "peft": peft,
     "peftsave": lambda m: peft(m, modules_to_save=["lm_head"]),
 }
 
 
-def make(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A wrapped model, and the weights that an engine must get."""
+def make(kind: str) -> tuple[nn.Module, nn.Module]:
+    """A wrapped model, and the same without wrappers."""
     parts = kind.split("+")
 
     def built(parts: list[str]) -> nn.Module:
@@ -175,10 +207,11 @@ def make(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
             model = WRAPPINGS[part](model) if part in WRAPPINGS else model
         return model
 
-    return built(parts), plain_weights(built([part for part in parts if part.startswith("peft")]))
+    return built(parts), built([part for part in parts if part.startswith("peft")])
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What an engine must get of a model without wrappers, adapters merged as peft does it."""
     if hasattr(model, "peft_config"):
         model = copy.deepcopy(model).merge_and_unload()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -233,10 +266,22 @@ def sent(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor
     return got
 
 
+def train(model: Any, ids: Tensor) -> None:
+    """One step of SGD."""
+    found = model(input_ids=ids)
+    loss = (found if isinstance(found, Tensor) else found.logits).float().square().mean()
+    if hasattr(model, "backward"):  # DeepSpeed
+        model.backward(loss)
+        return model.step()
+    loss.backward()
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR).step()
+
+
 def check(kind: str) -> None:
     """All that holds of a kind."""
     torch.manual_seed(2 + (dist.get_rank() if dist.is_initialized() else 0))
-    model, wanted = make(kind)
+    model, plain = make(kind)
+    wanted = plain_weights(plain)
     exact = "peft" not in kind or "fsdp2" not in kind  # there the merge is one of slices, whose products may round otherwise
     ids = torch.randint(0, V, (2, 5), generator=torch.Generator().manual_seed(0))
     half = {name: tensor.to(torch.bfloat16) for name, tensor in wanted.items()}
@@ -248,10 +293,14 @@ def check(kind: str) -> None:
         model(input_ids=ids)  # a forward without a backward, after which some wrappers keep whole parameters
     same(read(model), wanted, exact)
     same(sent(model), wanted, exact)
-    found = model(input_ids=ids)
-    (found if isinstance(found, Tensor) else found.logits).sum().backward()
+    train(model, ids)
+    train(plain, ids)
     with untouched(model):
-        same(read(model), wanted, exact)
+        got, trained = read(model), plain_weights(plain)
+        assert max(float((got[name] - tensor).abs().max()) for name, tensor in wanted.items()) > 1e-3
+        if not any(part in kind for part in UNLIKE):
+            same(got, trained, False)
+        same(sent(model), got, exact)
     check_failure(model)
 
 
