@@ -63,15 +63,14 @@ def tree_of(model: nn.Module) -> Tree:
 
 class _Walk:
     def __init__(self, model: nn.Module) -> None:
-        self.tree = Tree()
+        fsdp1, fsdp2 = (loaded("torch.distributed.fsdp", name) for name in ("FullyShardedDataParallel", "FSDPModule"))
+        self.tree = Tree(shards=[m for m in model.modules() if isinstance(m, fsdp2)] if fsdp2 else [])
         self._seen: dict[Any, Slot] = {}
         self._problems: list[str] = []
-        fsdp1 = loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
         units = [flat_parameters(unit) for unit in model.modules() if isinstance(unit, fsdp1)] if fsdp1 else []
         self._flat: dict[int, dict[str, Flat]] = {}
         for (owner, key), flat in (item for unit in units for item in unit.items()):
             self._flat.setdefault(owner, {})[key] = flat
-        self._fsdp2 = loaded("torch.distributed.fsdp", "FSDPModule")
         self._flat_parameter = loaded("torch.distributed.fsdp._flat_param", "FlatParameter")
         parallel = [("torch.nn.parallel", "DistributedDataParallel"), ("deepspeed.runtime.engine", "DeepSpeedEngine")]
         self._parallel: tuple[type, ...] = (nn.DataParallel, *(kind for place in parallel for kind in loaded(*place)))
@@ -79,8 +78,6 @@ class _Walk:
 
     def visit(self, module: nn.Module, path: str, lora: Lora[Slot] | None = None) -> None:
         """Note a module's parameters and its children's. `lora` belongs to its weight."""
-        if isinstance(module, self._fsdp2):
-            self.tree.shards.append(module)
         try:
             if (saved := saved_module(module)) is not None:
                 return self.visit(saved, path)
@@ -90,7 +87,7 @@ class _Walk:
             return None
         if found is not None:
             base, factors, options = found
-            a, b = (self._slot(owner, key, "") for owner, key in factors) if factors else (None, None)
+            a, b = (self._slot(_inner(owner), key, "") for owner, key in factors) if factors else (None, None)
             return self.visit(base, path, Lora(a, b, **options) if a is not None and b is not None else None)
         self._own(module, path, lora)
         for name, child in module._modules.items():
@@ -141,6 +138,13 @@ class _Walk:
         if self._problems:
             more = f"; and {len(self._problems) - 5} more" if len(self._problems) > 5 else ""
             raise UnsupportedModel(f"the weights of this model cannot be sent: {'; '.join(self._problems[:5])}{more}")
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """What its wrappers keep."""
+    while found := [child for name, child in module._modules.items() if name in _WRAPPERS and child is not None]:
+        module = found[0]
+    return module
 
 
 def hf_name(path: str) -> str:
