@@ -12,6 +12,8 @@ import pytest
 import torch
 from rollsync import BadRequest, Engine, SamplingParams
 from rollsync.rollout.errors import IllegalState
+from rollsync.rollout.models.config import computation, load_decoder_config
+from rollsync.rollout.selftest.model import write_model
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.trainer_adapters.rows import asks_of
 from rollsync.trainer_adapters.targets import EngineTarget, Facts, agreed, check_model, check_rows, target_of
@@ -112,6 +114,20 @@ def test_a_model_that_computes_something_else_is_refused(engine: Engine, folder:
         check_model(facts, model)
     for words in ("rms_norm_eps is 1e-06 in the engine and 1e-05 in the trainer", "num_heads is 4", "head_dim is 8 in the engine and 16"):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_a_model_as_transformers_loads_it_is_the_engines(family: str, tmp_path: Path) -> None:
+    """Its config in memory says other words than the file: rotary parameters, layer types."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    folder = write_model(tmp_path, family, **({} if family.startswith("gemma") else {"rope_scaling": scaling}))
+    known = {"dtype": "float32", "fingerprint": "", "vocab_size": 256, "max_model_len": 512}
+    facts = Facts(**known, computation=computation(load_decoder_config(folder)))
+    model = load(folder)
+    check_model(facts, model)
+    model.config.hidden_size *= 2
+    with pytest.raises(TargetError, match="hidden_size is 64 in the engine and 128 in the trainer"):
+        check_model(facts, model)
 
 
 def row(**changes: Any) -> Any:
