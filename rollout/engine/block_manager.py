@@ -116,10 +116,13 @@ class BlockManager:
 
     # Prefix cache
 
-    def extend_digests(self, digests: list[bytes], token_ids: list[int], num_blocks: int) -> None:
-        """Append to `digests` the chained keys of the first `num_blocks` full blocks of `token_ids` that it lacks."""
+    def extend_digests(self, digests: list[bytes], token_ids: list[int], num_blocks: int, salt: bytes = b"") -> None:
+        """Append to `digests` the chained keys of the first `num_blocks` full blocks of `token_ids` that it lacks.
+
+        Who has another `salt` (of one fixed length, or none) has other keys.
+        """
         size = self.block_tokens
-        parent = digests[-1] if digests else self._root
+        parent = digests[-1] if digests else self._root + salt
         for i in range(len(digests), num_blocks):
             parent = blake2b(parent + array("I", token_ids[i * size : (i + 1) * size]).tobytes(), digest_size=_DIGEST_BYTES).digest()
             digests.append(parent)

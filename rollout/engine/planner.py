@@ -255,7 +255,7 @@ class Planner:
             seq.digests.clear()
         if not blocks.prefix_cache:
             return [], False
-        blocks.extend_digests(seq.digests, seq.tokens, len(seq.tokens) // blocks.block_tokens)
+        blocks.extend_digests(seq.digests, seq.tokens, len(seq.tokens) // blocks.block_tokens, seq.request.salt)
         limit = (seq.next_row - 1) // blocks.block_tokens
         hits = blocks.match(seq.digests, limit)
         return hits, len(hits) < limit and seq.digests[len(hits)] in self._filling

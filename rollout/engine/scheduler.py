@@ -291,7 +291,7 @@ class Scheduler(Planner):
         blocks = self.blocks
         full = seq.num_computed // blocks.block_tokens
         if blocks.prefix_cache and seq.epoch == blocks.epoch and full > seq.num_registered:
-            blocks.extend_digests(seq.digests, seq.tokens, full)
+            blocks.extend_digests(seq.digests, seq.tokens, full, seq.request.salt)
             self._settle(seq, full)
             for i in range(seq.num_registered, full):
                 blocks.register(seq.blocks[i], seq.digests[i])

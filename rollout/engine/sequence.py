@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from ..errors import RollsyncError, describe
@@ -66,6 +67,7 @@ class Request:
         "prompt",
         "prompt_logprobs",
         "prompt_versions",
+        "salt",
         "seed",
         "sequences",
         "shared_columns",
@@ -82,6 +84,8 @@ class Request:
         self.id = spec.request_id
         self.seed = seed
         self.arrival = 0
+        self.salt = blake2b(spec.cache_salt.encode(), digest_size=16).digest() if spec.cache_salt else b""
+        """of the keys of its cached blocks"""
         self.prompt = spec.prompt_token_ids
         self.make_matcher = make_matcher if params.stop and not spec.score_only else None
         self.stop_ids = rules.stop_ids

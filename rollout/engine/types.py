@@ -43,6 +43,8 @@ class RolloutRequest:
     """first prompt token that `prompt_logprobs` covers, 0 to the prompt's length; those before it need no row and may be cached"""
     group: str | None = None
     session: str | None = None
+    cache_salt: str | None = None
+    """cached prefixes are shared only with requests of the same salt"""
     priority: int = 0
     """lower is admitted earlier and preempted later"""
     stream: bool = False
@@ -89,7 +91,7 @@ class RolloutRequest:
         if self.on_unavailable not in ON_UNAVAILABLE:
             allowed = " or ".join(ON_UNAVAILABLE)
             raise BadRequest(f"on_unavailable must be {allowed}, got {show(self.on_unavailable)}", field="on_unavailable")
-        for name in ("group", "session"):
+        for name in ("group", "session", "cache_salt"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise BadRequest(f"{name} must be a string or null, got {show(value)}", field=name)

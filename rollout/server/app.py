@@ -20,7 +20,21 @@ from ..errors import NoSuchRoute, RollsyncError
 from . import control, groups, leases, openai, openai_schemas, reply_schemas, token_routes, weight_schemas, weights
 from .access import Access
 from .audit import AuditLog
-from .dialects import sglang, sglang_control, sglang_schemas, shared, vllm, vllm_generate, vllm_tokens, vllm_weights
+from .dialects import (
+    areal,
+    checkpoint_engine,
+    collective_rpc,
+    refused,
+    sglang,
+    sglang_control,
+    sglang_schemas,
+    shared,
+    vllm,
+    vllm_generate,
+    vllm_prime,
+    vllm_tokens,
+    vllm_weights,
+)
 from .dialects.version_names import VersionNames
 from .dialects.vllm_state import VllmState
 from .encoding import encode_aside
@@ -166,7 +180,7 @@ async def index(request: Request) -> Response:
     return HTMLResponse(f"<!doctype html><title>Rollsync</title><h1>Rollsync {request.app.version}</h1><p>{facts}</p><p>{links}</p>")
 
 
-VLLM = (vllm_generate, vllm, vllm_weights, vllm_tokens, shared)
+VLLM = (vllm_generate, vllm, vllm_weights, vllm_prime, collective_rpc, vllm_tokens, shared, refused)
 ROUTERS = (
     router,
     token_routes.router,
@@ -178,7 +192,7 @@ ROUTERS = (
     sglang_control.router,
     *(module.router for module in VLLM),
 )
-_PARTS = (reply_schemas, token_routes, openai_schemas, weight_schemas, groups, leases, sglang_schemas, *VLLM)
+_PARTS = (reply_schemas, token_routes, openai_schemas, weight_schemas, groups, leases, sglang_schemas, areal, checkpoint_engine, *VLLM)
 COMPONENTS = {**schemas(), **{name: schema for part in _PARTS for name, schema in part.COMPONENTS.items()}}
 """schemas by name, of bodies and replies of every router"""
 

@@ -123,6 +123,7 @@ class Call:
             request_id=request.request_id,
             group=request.group,
             session=request.session,
+            cache_salt=request.cache_salt,
             priority=request.priority,
             stream="tokens" if request.stream else "",
             deadline_s=request.deadline_s,

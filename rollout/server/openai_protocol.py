@@ -31,7 +31,7 @@ from .checks import (
     text,
     token_ids,
 )
-from .protocol import VERSION_FIELDS, version_fields
+from .protocol import CACHE_SALT, VERSION_FIELDS, version_fields
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default, for completions only; a chat takes the room that is left"""
@@ -75,6 +75,7 @@ class OpenAIRequest:
     """what stands before sampling parameters in the body"""
     id_prefix: str = "cmpl-"
     """of the reply's id"""
+    cache_salt: str | None = None
     versions: dict[str, Any] = field(default_factory=dict)
     """those of VERSION_FIELDS that were given"""
 
@@ -241,6 +242,8 @@ _COMMON_FIELDS = (
     Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", 0),
     Field("group", string, "name shared by calls that are aborted together"),
     Field("session", string, "name of the conversation or worker this belongs to, for abort"),
+    CACHE_SALT,
+    Field("use_beam_search", only(False, why="samples are drawn"), "only false"),
     Field("deadline_s", seconds, 'seconds until the rest ends with what there is and finish_reason "abort"'),
     *VERSION_FIELDS,
 )
@@ -309,6 +312,7 @@ def common_fields(got: dict[str, Any]) -> dict[str, Any]:
         "request_id": got.get("request_id"),
         "group": got.get("group"),
         "session": got.get("session"),
+        "cache_salt": got.get("cache_salt"),
         "priority": got.get("priority", 0),
         "deadline_s": got.get("deadline_s"),
         "versions": version_fields(got),

@@ -94,6 +94,7 @@ VERSION_FIELDS = (
 )
 """of every call that samples or scores"""
 
+CACHE_SALT = Field("cache_salt", string, "cached prefixes are shared only by calls of the same salt; new weights need none")
 ENVELOPE_FIELDS = (
     Field("prompts", objects("Prompt", "prompts"), "one or more prompts", required=True),
     Field("n", integer(1, MAX_SAMPLES), "samples per prompt", default=1),
@@ -104,6 +105,7 @@ ENVELOPE_FIELDS = (
     Field("request_id", string, "name of this call, for abort; 409 while one of that name is in flight"),
     Field("group", string, "name shared by calls that are aborted together"),
     Field("session", string, "name of the conversation or worker this belongs to, for abort"),
+    CACHE_SALT,
     Field("priority", integer(-(1 << 31), 1 << 31, "an int"), "lower is admitted earlier and preempted later", default=0),
     Field("stream", _stream, _STREAM_DOC, default=False),
     Field("deadline_s", seconds, 'seconds until the rest ends with its partial output and abort_reason "deadline"'),
@@ -178,6 +180,7 @@ class RolloutCall:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
     naming: Naming = Naming()
+    cache_salt: str | None = None
     params: SamplingParams | None = None
     """those of prompts without own ones; None: all have those of the first"""
     all_or_none: bool = False
@@ -323,6 +326,7 @@ def parse_rollouts(body: Any, max_prompts: int = 65536) -> RolloutCall:
         request_id=got.get("request_id"),
         group=got.get("group"),
         session=got.get("session"),
+        cache_salt=got.get("cache_salt"),
         priority=got.get("priority", 0),
         stream=got.get("stream", ""),
         deadline_s=got.get("deadline_s"),

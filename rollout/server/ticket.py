@@ -242,6 +242,7 @@ class Ticket:
             include=tuple(name for name in self.call.include if name != "text"),
             group=self.call.group,
             session=self.call.session,
+            cache_salt=self.call.cache_salt,
             priority=self.call.priority,
             stream=self.call.stream == "tokens",
             on_unavailable=self.call.on_unavailable,

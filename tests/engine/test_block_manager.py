@@ -21,6 +21,16 @@ def cached_prefix(manager: BlockManager, tokens: list[int]) -> list[int]:
     return table
 
 
+def test_another_salt_is_another_prefix() -> None:
+    manager = BlockManager(8, 4)
+    cached_prefix(manager, list(range(8)))
+    keys = {}
+    for salt in (b"", b"a" * 16, b"b" * 16):
+        manager.extend_digests(keys.setdefault(salt, []), list(range(8)), 2, salt)
+    assert len({key for found in keys.values() for key in found}) == 6
+    assert [len(manager.match(found, 2)) for found in keys.values()] == [2, 0, 0]
+
+
 @pytest.mark.parametrize(("count", "fits"), [(0, True), (1, True), (8, True), (9, False)])
 def test_allocation_is_all_or_nothing(count: int, fits: bool) -> None:
     manager = BlockManager(8, 4)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pickle
+import secrets
 import sys
 import threading
 import types
@@ -22,6 +24,7 @@ import httpx
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import zmq
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
@@ -70,13 +73,13 @@ class Trainer:
         answer = self.http.post(path, json=body)
         return {"status": answer.status_code, **answer.json()}
 
-    def join(self, group: str) -> dict[str, Any]:
+    def join(self, group: str, path: str = "/init_weights_update_group") -> dict[str, Any]:
         """Meet the engine as torch.distributed's second process group, as slime and AReaL do."""
         if group in self.groups:
             dist.destroy_process_group(self.groups.pop(group))
         store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
         asked = {"master_address": "127.0.0.1", "master_port": str(store.port), "rank_offset": 1, "world_size": 2}
-        with self.meanwhile("/init_weights_update_group", **asked, group_name=group, backend="gloo") as told:
+        with self.meanwhile(path, **asked, group_name=group, backend="gloo") as told:
             inner, limit = dist.PrefixStore(group, store), timedelta(seconds=60)
             made = c10d._new_process_group_helper(2, 0, [], dist.Backend("gloo"), inner, group_name=group, timeout=limit)
         self.groups[group] = made[0] if isinstance(made, tuple) else made
@@ -94,7 +97,17 @@ class Trainer:
         body.setdefault("shapes", [list(t.shape) for t in tensors.values()])
         send = [flattened(tensors)["flattened_tensor"]] if flat else list(tensors.values())
         more = {"load_format": "flattened_bucket"} if flat else {}
-        with self.meanwhile("/update_weights_from_distributed", names=list(tensors), group_name=group, **more, **body) as told:
+        return self._sent(send, group, "/update_weights_from_distributed", names=list(tensors), group_name=group, **more, **body)
+
+    def areal_broadcast(self, weights: str, group: str, names: list[str]) -> dict[str, Any]:
+        """The same for AReaL's vLLM servers: the tensors are named, then received."""
+        tensors = {n: t for n, t in load_file(weights).items() if n in names}
+        dtypes, shapes = [str(t.dtype) for t in tensors.values()], [list(t.shape) for t in tensors.values()]
+        self.post("/areal_set_update_weight_meta", names=list(tensors), dtypes=dtypes, shapes=shapes, group_name=group)
+        return self._sent(list(tensors.values()), group, "/areal_update_weights_xccl")
+
+    def _sent(self, send: list[torch.Tensor], group: str, path: str, **body: Any) -> dict[str, Any]:
+        with self.meanwhile(path, **body) as told:
             try:
                 for work in [dist.broadcast(t.contiguous(), 0, group=self.groups[group], async_op=True) for t in send]:
                     work.wait()
@@ -114,6 +127,72 @@ class Trainer:
         return self.post(
             "/update_weights_from_tensor", serialized_named_tensors=[serialized(flattened({}))], load_format="flattened_bucket", **body
         )
+
+    def serve_parameters(self, weights: str, path: str, device: str = "GPU-0", bucket_bytes: int = 40_000, spoil: str = "") -> Any:
+        """checkpoint-engine's parameter server on one rank: a buffer of two halves, filled in turn.
+
+        Args:
+            path: the route, /collective_rpc or SGLang's.
+            spoil: "name": of a tensor that nobody has; "drop": leave the last bucket out; "die": give up after the first bucket;
+                "copy": the buffer's bytes instead of a handle; "mute": say nothing after the first bucket, and hang up.
+        """
+        buckets: list[list[tuple[str, torch.Tensor, int]]] = [[]]
+        used = 0
+        for name, tensor in load_file(weights).items():
+            size = -(-tensor.nbytes // 256) * 256
+            if buckets[-1] and used + size > bucket_bytes:
+                buckets.append([])
+                used = 0
+            buckets[-1].append((name, tensor, used))
+            used += size
+        half = max(max(at + t.nbytes for _, t, at in bucket) for bucket in buckets)
+        half = -(-half // 256) * 256
+        buffer = torch.empty(2 * half, dtype=torch.uint8).share_memory_()
+        socket = zmq.Context.instance().socket(zmq.REQ)
+        socket.rcvtimeo = 20_000
+        socket.linger = 0
+        address = f"ipc://@checkpoint-engine-{device}-{secrets.token_hex(4)}.sock"
+        socket.bind(address)
+        if path == "/collective_rpc":
+            body: dict[str, Any] = {"method": "update_weights_from_ipc", "args": [{device: address}], "timeout": 20}
+        else:
+            body = {"zmq_handles": {device: address}, "flush_cache": True, "weight_version": "step 8"}
+        with self.meanwhile(path, **body) as told:
+            told.error = self._converse(socket, buffer, half, buckets, spoil)
+        socket.close()
+        return told.reply
+
+    def _converse(self, socket: Any, buffer: torch.Tensor, half: int, buckets: Any, spoil: str) -> str:
+        def say(value: Any) -> None:
+            sent = io.BytesIO()
+            (pickle.Pickler if spoil == "copy" else ForkingPickler)(sent).dump(value)
+            socket.send(sent.getvalue())
+
+        try:
+            say(torch.multiprocessing.reductions.reduce_tensor(buffer))
+            for i, bucket in enumerate(buckets[:-1] if spoil == "drop" else buckets):
+                for _, tensor, at in bucket:
+                    begin = i % 2 * half + at
+                    buffer[begin : begin + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+                words = socket.recv()
+                if words or (spoil == "die" and i == 1):
+                    say(RuntimeError("Some workers failed to update weights"))
+                    return words.decode() or "given up"
+                if spoil == "mute" and i == 1:
+                    return "mute"
+                entry = [{"name": n, "dtype": t.dtype, "shape": t.shape, "offset": i % 2 * half + at} for n, t, at in bucket]
+                if spoil == "name" and i == 1:
+                    entry[0]["name"] = "nobody.weight"
+                say(entry)
+            for _ in range(2):  # the handle goes away; the end
+                words = socket.recv()
+                if words:
+                    say(RuntimeError("Some workers failed to update weights"))
+                    return words.decode()
+                say(None)
+            return socket.recv().decode()
+        except zmq.Again:
+            return "no answer"
 
 
 class _Meanwhile:

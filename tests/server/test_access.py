@@ -34,13 +34,15 @@ SGLANG_CONTROL = {
     *("/resume_memory_occupation", "/update_weight_version", "/post_process_weights"),
     *("/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"),
     *("/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk"),
-    *("/weights_checker", "/get_weights_by_name"),
+    *("/weights_checker", "/get_weights_by_name", "/update_weights_from_ipc"),
+    *("/areal_pause_generation", "/areal_continue_generation", "/areal_init_weights_update_group", "/areal_update_weights"),
+    *("/areal_set_update_weight_meta", "/areal_update_weights_xccl"),
 }
 READS = {("GET", "/v1/engine/status"), ("GET", "/v1/engine/leases")}
 VLLM_CONTROL = {
     "/pause", "/resume", "/abort_requests", "/inference/v1/abort_requests", "/sleep", "/wake_up", "/release_kv_cache_memory",
     "/reset_prefix_cache", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
-    "/finish_weight_update", "/weight_checker",
+    "/finish_weight_update", "/weight_checker", "/collective_rpc", "/init_broadcaster",
 }  # fmt: skip
 OTHERS = [("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/docs"), ("OPTIONS", "/v1/rollouts"), ("POST", "/v1/rollouts/")]
 DISGUISED = ["/v1/engine/%61bort", "/v1/engine/abort/", "/v1/engine/abort?x=/health", "/v1/engine/../engine/abort", "/v1/engine/abort%0A"]

@@ -139,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "return_routed_experts": True}, "return_routed_experts"),
     ({"input_ids": [1], "return_sampling_mask": True}, "return_sampling_mask"),
     ({"input_ids": [1], "return_sampling_mask": True, "sampling_logprobs_mode": "support"}, "sampling_logprobs_mode"),
-    ({"input_ids": [1], "cache_salt": "7"}, "cache_salt"),
+    ({"input_ids": [1], "cache_salt": 7}, "cache_salt"),
     ({"input_ids": [1], "token_ids_logprob": [1]}, "token_ids_logprob"),
     ({"input_ids": [1], "rid": ["a", "b"]}, "rid"),
     ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),

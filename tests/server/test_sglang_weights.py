@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from conversation import SglangTrainer as Trainer
+from conversation import ended
 from rollsync import Engine, RolloutRequest, SamplingParams
 from rollsync.rollout.errors import BadRequest
 from rollsync.rollout.selftest.model import write_model
@@ -47,39 +45,10 @@ def http(serving: Any, weights: list[str]) -> Iterator[httpx.Client]:
         yield it
 
 
-class Trainer:
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "sglang_trainer.py"), url]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def do(self, name: str, **args: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": name, **args}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the trainer died in {name}"
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def done(self, name: str, **args: Any) -> dict[str, Any]:
-        found = self.do(name, **args)
-        assert found["status"] == 200 and found["success"], (name, found)
-        return found
-
-
 @pytest.fixture(scope="module")
 def trainer(http: httpx.Client) -> Iterator[Trainer]:
-    with _ended(Trainer(str(http.base_url))) as found:
+    with ended(Trainer(str(http.base_url))) as found:
         yield found
-
-
-@contextlib.contextmanager
-def _ended(trainer: Trainer) -> Iterator[Trainer]:
-    try:
-        yield trainer
-    finally:
-        trainer.process.kill()
-        trainer.process.communicate()
 
 
 def done(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -255,7 +224,7 @@ def test_a_bucket_that_does_not_fit_drops_the_update_and_the_next_one_works(
 def test_a_trainer_that_dies_in_a_bucket_drops_the_update(http: httpx.Client, weights: list[str]) -> None:
     before = sample(http)
     shapes = {name: list(t.shape) for name, t in load_file(weights[1]).items()}
-    with _ended(Trainer(str(http.base_url))) as victim:
+    with ended(Trainer(str(http.base_url))) as victim:
         victim.done("join", group="g")
         done(http, "/pause_generation", mode="in_place")
         asked = {"names": list(shapes), "shapes": list(shapes.values()), "dtypes": ["bfloat16"] * len(shapes), "group_name": "g"}

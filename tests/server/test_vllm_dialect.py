@@ -100,7 +100,7 @@ REFUSED: list[tuple[str, Any, str, int]] = [
     (GENERATE, {"token_ids": [1] * 5000, "sampling_params": {}}, "token_ids", 400),
     (GENERATE, {"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {}}}, "features", 400),
     (GENERATE, {"token_ids": [1], "sampling_params": {}, "kv_transfer_params": {"a": 1}}, "kv_transfer_params", 400),
-    (GENERATE, {"token_ids": [1], "sampling_params": {}, "cache_salt": "s"}, "cache_salt", 400),
+    (GENERATE, {"token_ids": [1], "sampling_params": {}, "cache_salt": ""}, "cache_salt", 400),
     (GENERATE, {"token_ids": [1], "sampling_params": {}, "model": "other"}, "model", 404),
     ("/pause?mode=stop", None, "mode", 400),
     ("/pause?modus=keep", None, "modus", 400),

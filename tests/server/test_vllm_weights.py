@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-import torch.distributed as dist
+from conversation import VllmTrainer as Trainer
 from rollsync import Engine, RolloutRequest, SamplingParams
 from rollsync.rollout.selftest.model import write_model
 from safetensors.torch import load_file
@@ -39,58 +36,6 @@ def live(serving: Any, folders: list[Path]) -> Iterator[Any]:
 def http(live: Any) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=live.url, timeout=60) as found:
         yield found
-
-
-class Trainer:
-    """It hosts the group as rank 0, announces tensors, and broadcasts them meanwhile."""
-
-    def __init__(self, url: str, **init: Any) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60)
-        self.init = {"rank_offset": 1, "world_size": 2, "packed": True, "packed_num_buffers": 2, **init}
-        self.aside = ThreadPoolExecutor(1)
-
-    def join(self) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        where = {"master_address": "127.0.0.1", "master_port": store.port}
-        asked = self.aside.submit(self.post, "init_weight_transfer_engine", {"init_info": {**where, **self.init}})
-        self.group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=20))
-        asked.result(60)
-
-    def post(self, path: str, body: Any = None) -> Any:
-        answer = self.http.post(f"/{path}", json=body) if body is not None else self.http.post(f"/{path}")
-        answer.raise_for_status()
-        return answer.json()
-
-    def messages(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """vLLM's cuts: a message ends with the tensor that takes it past the buffer's size."""
-        flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()]
-        limit, waiting = self.init.get("packed_buffer_size_bytes", 1 << 30) if self.init["packed"] else -1, list[torch.Tensor]()
-        for tensor in flat:
-            waiting.append(tensor)
-            if sum(t.numel() for t in waiting) > limit:
-                yield torch.cat(waiting)
-                waiting = []
-        if waiting:
-            yield torch.cat(waiting)
-
-    def update(self, tensors: dict[str, torch.Tensor], **info: Any) -> httpx.Response:
-        """One /update_weights."""
-        announced = {
-            "names": list(tensors),
-            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-            "shapes": [list(t.shape) for t in tensors.values()],
-            **info,
-        }
-        asked = self.aside.submit(self.http.post, "/update_weights", json={"update_info": announced})
-        with contextlib.suppress(RuntimeError):  # the engine's end was torn down: the reply says why
-            for message in self.messages(tensors):
-                self.group.broadcast([message], dist.BroadcastOptions()).wait()
-        return asked.result(60)
-
-    def sync(self, tensors: dict[str, torch.Tensor], finish: Any = None) -> Any:
-        self.post("start_weight_update", {})
-        self.update(tensors).raise_for_status()
-        return self.post("finish_weight_update", finish)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

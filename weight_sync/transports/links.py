@@ -14,7 +14,7 @@ from .disk import DiskLink
 from .groups import CollectiveLink, Groups, ReshardLink
 from .ipc import MappedBuffers
 from .runs import OneByOne, TakingRun
-from .torch_handles import bytes_of
+from .torch_handles import KeptBuffers, bytes_of
 
 
 class LinkError(ValueError):
@@ -106,7 +106,7 @@ class MixedLink(OneByOne):
 
     def __init__(self, groups: Groups, bucket: Callable[[int, int], Bucket], rank: int) -> None:
         self._groups, self._bucket, self._rank = groups, bucket, rank
-        self._body = BodyLink()
+        self._body, self._kept = BodyLink(), KeptBuffers()
         self._line: tuple[Group, int, CollectiveLink] | None = None
         """the group that chunks come over, the number of the next, and its receiving end"""
         self._over = False
@@ -115,7 +115,7 @@ class MixedLink(OneByOne):
         if "group" in where:
             return self._receive(bucket, self._groups.get(where["group"]))
         if "handles" in where:
-            return bytes_of(where["handles"][self._rank], bucket)
+            return bytes_of(where["handles"][self._rank], bucket, self._kept)
         return self._body.view(bucket, where)
 
     def _receive(self, bucket: Bucket, group: Group) -> memoryview:
@@ -132,6 +132,7 @@ class MixedLink(OneByOne):
 
     def close(self) -> None:
         self._over = True
+        self._kept.close()
         if self._line is not None:
             self._line[2].close()
 

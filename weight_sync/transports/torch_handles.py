@@ -68,13 +68,35 @@ def _device_index(device: int | str) -> int:
     raise ValueError(f"no CUDA device here has the UUID {device}")
 
 
-def bytes_of(handle: Mapping[str, Any], bucket: Bucket) -> memoryview:
-    """The bytes of a chunk that one shared tensor holds, row-major.
+class KeptBuffers:
+    """Buffers of bytes that many chunks lie in, opened once each: torch counts every opening, and whoever shares one counts on one."""
+
+    def __init__(self) -> None:
+        self._open: dict[Any, Tensor] = {}
+
+    def tensor(self, handle: Mapping[str, Any]) -> Tensor:
+        """The tensor that lies `begin` bytes into the buffer whose handle is `buffer`, contiguous."""
+        buffer = handle["buffer"]
+        key = buffer.get("segment") or buffer.get("handle") or ""
+        if key not in self._open:
+            self._open[key] = open_tensor(buffer)
+        dtype, shape, begin = DTYPES[handle["dtype"]], torch.Size(handle["shape"]), handle["begin"]
+        row = self._open[key][begin : begin + shape.numel() * dtype.itemsize]
+        if row.nbytes != shape.numel() * dtype.itemsize:
+            raise ChunkError(f"a tensor reaches beyond the shared buffer of {self._open[key].nbytes} bytes")
+        return row.view(dtype).view(shape)
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def bytes_of(handle: Mapping[str, Any], bucket: Bucket, kept: KeptBuffers) -> memoryview:
+    """The bytes of a chunk that one shared tensor, or a part of a kept buffer, holds, row-major.
 
     Raises:
         ChunkError: as `open_tensor`; or the tensor is of another size.
     """
-    tensor = open_tensor(handle)
+    tensor = kept.tensor(handle) if "buffer" in handle else open_tensor(handle)
     if tensor.nbytes != bucket.nbytes:
         raise ChunkError(f"chunk {bucket.sequence} must be {bucket.nbytes} bytes, the shared tensor has {tensor.nbytes}")
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()

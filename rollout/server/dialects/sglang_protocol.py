@@ -157,10 +157,8 @@ GENERATE_FIELDS = (
     Field("lora_path", _one_model, "only empty"),
     Field("custom_logit_processor", nothing("it would be a program of the caller's"), "only empty"),
     *(Field(f"bootstrap_{name}", _alone, "only empty") for name in ("host", "port", "room")),
-    *(
-        Field(name, nothing("cached prefixes are keyed by the weights and the tokens alone"), "only empty")
-        for name in ("extra_key", "cache_salt")
-    ),
+    Field("cache_salt", text, "cached prefixes are shared only by calls of the same salt; new weights need none"),
+    Field("extra_key", text, "likewise, beside it"),
     *(
         Field(name, only(False, why="it is not recorded here"), "only false")
         for name in (
@@ -331,6 +329,7 @@ def _call(
         request_id=rid,
         group=got["rid"] if listed and isinstance(got.get("rid"), str) else None,
         session=got.get("session_id"),
+        cache_salt="\n".join(got[name] for name in ("cache_salt", "extra_key") if got.get(name)) or None,
         priority=-got.get("priority", 0),
         stream="tokens" if got.get("stream") else "",
         deadline_s=None,

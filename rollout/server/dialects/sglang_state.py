@@ -52,6 +52,8 @@ class SglangState:
         self.session: Session | None = None
         self.snapshot: dict[str, str] | None = None
         """digests by name, for /weights_checker"""
+        self.announced: dict[str, Any] | None = None
+        """tensors that AReaL's clients named and did not send yet"""
 
     # Versions
 
@@ -89,21 +91,21 @@ class SglangState:
         number = int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else -1
         return number if number >= current else None
 
-    async def open(self, text: str | None, *, begun: bool, kv_policy: str = "recompute") -> Session:
-        """A new update."""
+    async def open(self, text: str | None, *, begun: bool, kv_policy: str = "recompute", whole: bool = False) -> Session:
+        """A new update; `whole`: it must bring every tensor."""
         version = self.number(text, self.state()["weights"]["version"])
-        mode = "full" if self._failed else None
+        mode = "full" if self._failed or whole else None
         options = {"version": version, "mode": mode, "owner": OWNER, "kv_policy": kv_policy}
         opened = await self._engine.open("open_update", {**options, "transport": {"name": "mixed"}})
         self.session = Session(opened["id"], begun)
         return self.session
 
-    async def begin(self) -> None:
+    async def begin(self, whole: bool = False) -> None:
         """Open an update that `commit` alone ends; one that is open is dropped. If that was begun and had tensors, this must be whole."""
         taken_over = self.session is not None and self.session.begun and self.session.tensors > 0
         await self.abort("another was begun")
         self._failed = taken_over
-        await self.open(None, begun=True)
+        await self.open(None, begun=True, whole=whole)
 
     async def bucket(
         self,

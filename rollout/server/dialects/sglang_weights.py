@@ -177,6 +177,11 @@ async def update_weights_from_distributed(request: Request, state: SglangState) 
     """Receive tensors that rank 0 of a group broadcasts. If one does not fit or does not come, the whole update is dropped, the old
     weights serve on, and the group is closed: what its sender had begun to broadcast must not be taken for what comes next."""
     (body,) = await take(request, lambda body: (body,))  # not read yet: whatever is wrong with it, its group is closed
+    return await receive(request, state, body)
+
+
+async def receive(request: Request, state: SglangState, body: Any) -> str:
+    """Take what a body of /update_weights_from_distributed names."""
     name = body.get("group_name") if isinstance(body, dict) else None
     name = name if isinstance(name, str) and name else GROUP
     try:

@@ -236,7 +236,7 @@ def _bucket(value: Any) -> Parcel:
         state = entry.state if isinstance(entry, Called) and entry.path in _METADATA else None
         if not isinstance(state, dict) or not isinstance(state.get("name"), str):
             raise _refuse("metadata must hold FlattenedTensorMetadata")
-        name, shape, dtype = state["name"], _ints(state.get("shape"), "shape"), _dtype(state.get("dtype"))
+        name, shape, dtype = state["name"], ints(state.get("shape"), "shape"), dtype_of(state.get("dtype"))
         if unit > 1 and dtype != handle["dtype"]:
             raise _refuse(f"{name} is {dtype}, in a bucket of {handle['dtype']}")
         size = math.prod(shape) * ITEM_BYTES[dtype]
@@ -254,7 +254,8 @@ def _kind(value: Any) -> str:
     return value.path if isinstance(value, Called | Named) else type(value).__name__
 
 
-def _ints(value: Any, what: str) -> tuple[int, ...]:
+def ints(value: Any, what: str) -> tuple[int, ...]:
+    """Of a tuple, a list or a torch.Size."""
     if isinstance(value, Called) and value.path == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMS or not all(type(v) is int and 0 <= v < MAX_BYTES for v in value):
@@ -263,10 +264,11 @@ def _ints(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _int(value: Any, what: str) -> int:
-    return _ints((value,), what)[0]
+    return ints((value,), what)[0]
 
 
-def _dtype(value: Any) -> str:
+def dtype_of(value: Any) -> str:
+    """The name of a torch.dtype."""
     name = value.path.removeprefix("torch.") if isinstance(value, Named) else ""
     if name not in ITEM_BYTES:
         raise _refuse(f"a tensor's dtype must be one of {', '.join(ITEM_BYTES)}, got {_kind(value)}")
@@ -300,8 +302,8 @@ def read_handle(value: Any, name: str) -> dict[str, Any]:
 
 
 def _view(dtype: Any, offset: Any, shape: Any, stride: Any) -> dict[str, Any]:
-    found = {"dtype": _dtype(dtype), "offset": _int(offset, "storage_offset")}
-    shape, stride = _ints(shape, "shape"), _ints(stride, "stride")
+    found = {"dtype": dtype_of(dtype), "offset": _int(offset, "storage_offset")}
+    shape, stride = ints(shape, "shape"), ints(stride, "stride")
     if len(shape) != len(stride):
         raise _refuse("shape and stride must be of one length")
     return {**found, "shape": list(shape), "stride": list(stride)}

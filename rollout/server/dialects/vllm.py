@@ -188,11 +188,13 @@ async def release_kv_cache_memory(request: Request) -> Response:
     return reply(request, {"status": "kv_cache_released", "freed_bytes": report["freed_bytes"]})
 
 
-@router.post("/reset_prefix_cache", openapi_extra=vllm(query=RESET_QUERY, gives=reply_schema("", Item("success", BOOLEAN))))
+@router.post(
+    "/reset_prefix_cache", openapi_extra=vllm(takes="VllmReset", query=RESET_QUERY, gives=reply_schema("", Item("success", BOOLEAN)))
+)
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget every cached prefix. No update needs it: a block is never found by other weights than those that made it."""
     read_query(request, RESET_QUERY)
-    await fields(request)
+    await fields(request, RESET_QUERY)  # SkyRL gives them in the body
     await service_of(request).engine.command("reset_prefix_cache")
     return reply(request, {"success": True})
 
@@ -269,6 +271,7 @@ COMPONENTS = {
             ),
         ),
     ),
+    "VllmReset": object_schema(RESET_QUERY),
     "VllmAbort": object_schema(ABORT_FIELDS),
     "VllmAbortThese": object_schema(ABORT_FIELDS, required=["request_ids"]),
     "VllmAborted": reply_schema("", Item("status", STRING), Item("aborted", COUNT), Item("request_ids", array(STRING))),

@@ -24,6 +24,7 @@ from ..openai_protocol import (
 )
 from ..openai_replies import Choice, Reply, Token, chat_logprobs
 from ..openai_schemas import SPAN_OF_TEXT
+from ..protocol import CACHE_SALT
 from ..schemas import COUNT, INTEGER, NUMBER, OBJECT, STRING, Item, array, reply_schema, route
 from .errors import vllm_error
 from .version_names import VersionNames, names_of
@@ -77,7 +78,7 @@ GENERATE_FIELDS = (
     Field("token_offsets", accept_any("array"), "accepted; nothing is done with it"),
     Field("features", only(why=_NO_MEDIA), "refused"),
     Field("content_parts", only([], why=_NO_MEDIA), "only empty"),
-    Field("cache_salt", only(why="cached blocks are shared by all callers; weights never mix in them"), "refused"),
+    CACHE_SALT,
     Field("kv_transfer_params", only(why=_NO_TRANSFER), "refused"),
     Field("ec_transfer_params", only(why=_NO_TRANSFER), "refused"),
     Field("reasoning_ended", accept_any("boolean"), "accepted: it steers constrained output only"),
@@ -218,9 +219,7 @@ class GenerateReply(Reply):
 
 @router.post(
     "/inference/v1/generate",
-    openapi_extra=route(
-        "vLLM", "traffic", takes="VllmGenerate", gives="VllmReply", events="VllmChunk", errors=ERRORS, error="VllmError"
-    ),
+    openapi_extra=route("vLLM", "traffic", takes="VllmGenerate", gives="VllmReply", events="VllmChunk", errors=ERRORS, error="VllmError"),
 )
 async def generate(request: Request) -> Response:
     """vLLM's generation from ids, whole or streamed.

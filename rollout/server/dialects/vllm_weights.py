@@ -181,31 +181,41 @@ def _check_none_open(service: RolloutService, state: VllmState) -> None:
 async def start_weight_update(request: Request) -> Response:
     """Open an update. Nothing that is served changes before it is finished."""
     await fields(request, START_FIELDS)
+    return reply(request, {"message": "Weight update started", "update": await start(request)})
+
+
+async def start(request: Request) -> str:
+    """Open an update; its id."""
     state, service = state_of(request), service_of(request)
     _check_none_open(service, state)
     if state.layout is None:
         raise IllegalState(f"no trainer's group is formed ({state.ended}): POST /init_weight_transfer_engine")
     opened = await service.engine.open("open_update", {"owner": OWNER, "transport": {"name": "collective", "group": GROUP}})
     state.update_id, state.finished = opened["id"], None
-    return reply(request, {"message": "Weight update started", "update": opened["id"]})
+    return str(opened["id"])
 
 
 @router.post("/update_weights", openapi_extra=vllm(takes="VllmUpdate", gives="VllmMessage"))
 async def update_weights(request: Request) -> Response:
     """Receive the tensors that the trainer broadcasts; answered once all of them are taken in. Or load a folder."""
-    state = state_of(request)
     body = await fields(request, UPDATE_FIELDS)
     if len(body) != 1:
         raise BadRequest(f"give exactly one of update_info, weight_dir; got {', '.join(body) or 'none'}", field="update_info")
     if "weight_dir" in body:
         return await _load_folder(request, body["weight_dir"])
+    await receive_update(request, body["update_info"])
+    return reply(request, {"message": "Weights updated"})
+
+
+async def receive_update(request: Request, told: Any) -> None:
+    """Take in what an update_info names."""
+    state = state_of(request)
     if state.update_id is None:
-        _announced(body["update_info"], None)  # what is wrong with it anyway comes first
+        _announced(told, None)  # what is wrong with it anyway comes first
         raise IllegalState(f"no update is open ({state.ended})")
     async with _or_drop(request):
-        tensors, layout = _announced(body["update_info"], state.layout)
+        tensors, layout = _announced(told, state.layout)
         await until_disconnect(request.receive, _receive(service_of(request).engine, state.update_id, tensors, layout))
-    return reply(request, {"message": "Weights updated"})
 
 
 def _announced(told: Any, layout: dict[str, Any] | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -241,6 +251,11 @@ async def _load_folder(request: Request, folder: str) -> Response:
 async def finish_weight_update(request: Request) -> Response:
     """Make what came current between two steps, all of it or nothing. Repeated, it answers the same."""
     label = (await fields(request, FINISH_FIELDS)).get("weight_version")
+    return reply(request, {"message": "Weight update finished", "version": await finish(request, label)})
+
+
+async def finish(request: Request, label: str | None) -> int:
+    """Commit the open update; its version, which is called `label` if that is given."""
     state, engine = state_of(request), service_of(request).engine
     if state.update_id is None and state.finished is None:
         raise IllegalState(f"no update is open ({state.ended})")
@@ -251,7 +266,7 @@ async def finish_weight_update(request: Request) -> Response:
     assert state.finished is not None
     if label is not None:
         names_of(request).call(state.finished, label)
-    return reply(request, {"message": "Weight update finished", "version": state.finished})
+    return state.finished
 
 
 # Versions and checksums
