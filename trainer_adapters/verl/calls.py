@@ -7,7 +7,9 @@ from typing import Any
 
 import ray
 
+from ...rollout.errors import RollsyncError, describe
 from ...weight_sync.control import UpdateError
+from ...weight_sync.names import GroupError
 from . import NAME
 
 MARGIN_S = 30.0
@@ -34,3 +36,9 @@ async def answer(reference: Any, what: str, timeout_s: float) -> Any:
             return await reference
     except TimeoutError:
         raise UpdateError(f"its server did not answer {what} within {timeout_s + MARGIN_S:g} s") from None
+
+
+def in_words(error: BaseException) -> str:
+    """What an error says, without the stack that Ray puts around a server's."""
+    error = getattr(error, "cause", None) or error
+    return str(error) if isinstance(error, RollsyncError | UpdateError | GroupError) else describe(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -44,8 +45,6 @@ class Finding:
 
 def packages() -> Finding:
     """Whether what verl needs is there, in versions that fit."""
-    from packaging.version import Version
-
     found, problems = [], []
     for name, (low, high) in PACKAGES.items():
         try:
@@ -54,10 +53,16 @@ def packages() -> Finding:
             problems.append(f"{name} is not installed: {INSTALL}")
             continue
         found.append(f"{name} {version}")
-        if Version(version) < Version(low) or (high is not None and Version(version) >= Version(high)):
+        if _release(version) < _release(low) or (high is not None and _release(version) >= _release(high)):
             fits = f"{low} or newer" + (f", below {high}" if high else "")
             problems.append(f"{name} {version} does not fit, {fits} does: {INSTALL}")
     return Finding("packages", ", ".join(found), tuple(problems))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(5, 10, 4) of "5.10.4.dev0+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def registered() -> Finding:
@@ -103,19 +108,22 @@ def _lacking() -> list[str]:
 
 
 @contextmanager
-def own_ray() -> Iterator[Any]:
-    """A Ray on this machine that ends with the block. Where there is no GPU it pretends to have one, as verl asks for one per worker."""
+def own_ray(num_gpus: int = 2) -> Iterator[Any]:
+    """A Ray on this machine that ends with the block. Where there is no GPU it only counts some: verl asks for one per worker."""
     import ray
     import torch
 
-    gpus = torch.cuda.device_count() or 2
-    with tempfile.TemporaryDirectory(prefix="rs-ray-") as folder:
+    gpus = torch.cuda.device_count()
+    hidden = None if gpus else os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts no more than are named there
+    with tempfile.TemporaryDirectory(prefix="rs-ray-") as folder:  # sockets lie below it: the path must be short
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-        ray.init(address="local", num_cpus=4, num_gpus=gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
+        ray.init(address="local", num_cpus=4, num_gpus=gpus or num_gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
         try:
             yield ray
         finally:
             ray.shutdown()
+            if hidden is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = hidden
 
 
 def in_workers(ray: Any) -> list[Finding]:

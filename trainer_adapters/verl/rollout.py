@@ -10,9 +10,9 @@ import torch
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from ...rollout.errors import ConfigError, describe
+from ...rollout.errors import ConfigError
 from ...weight_sync.control import UpdateError
-from .calls import answer, find_server
+from .calls import answer, find_server, in_words
 from .push import Push, outcome_or_raise
 from .settings import field_of, replica_settings
 
@@ -100,7 +100,7 @@ async def _drain(weights: Any, push: Push | None, error: str | None) -> str | No
             if push is not None and error is None:
                 error = (await _attempt(push.add(name, tensor)))[1]
     except Exception as failed:
-        error = error or f"the weights could not be made: {describe(failed)}"
+        error = error or f"the weights could not be made: {in_words(failed)}"
     if push is not None:
         flushed: tuple[Callable[[], Awaitable[None]], ...] = (push.settle,) if error is not None else (push.flush, push.settle)
         for finish in flushed:
@@ -112,7 +112,5 @@ async def _attempt(work: Awaitable[Any]) -> tuple[Any, str | None]:
     """(value, None), or (None, what it raised, in words)."""
     try:
         return await work, None
-    except UpdateError as failed:
-        return None, str(failed)
     except Exception as failed:
-        return None, describe(failed)
+        return None, in_words(failed)

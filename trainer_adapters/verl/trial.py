@@ -17,9 +17,9 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-from ...rollout.errors import describe
 from ...weight_sync.digest import tensor_digest
 from . import NAME
+from .calls import in_words
 from .check import Finding
 
 TRIAL_S = 300.0
@@ -69,7 +69,7 @@ def trial(model: str) -> Finding:
     except TimeoutError:
         return Finding(what, "", (f"not done within {TRIAL_S:g} s",))
     except Exception as error:
-        return Finding(what, "", (describe(getattr(error, "cause", None) or error),))
+        return Finding(what, "", (in_words(error),))
 
 
 async def _run(model: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
-import json
 import os
 import sys
 import tempfile
@@ -19,8 +18,6 @@ from frameworks import leave_out
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUP = "verl.plugins"
-if str(Path(__file__).parent) not in sys.path:
-    sys.path.append(str(Path(__file__).parent))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -29,50 +26,49 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _install_entry_points(folder: Path) -> None:
-    """What pip writes of pyproject's entry points, where a checkout is used without being installed; for this process and its children."""
+    """What pip writes of pyproject's entry points, where a checkout is used without being installed."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / f"{declared['name']}-{declared['version']}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n")
     lines = [f"{name} = {value}" for name, value in declared["entry-points"][GROUP].items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
-    sys.path.append(str(folder))
+    _add_path(folder)
     importlib.invalidate_caches()
 
 
+def _add_path(folder: Path) -> None:
+    """For this process and its children."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything imports verl, and for Ray's workers."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray keeps a token in the home folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Rollsync's entry point can be found, as after `pip install`."""
+    """Before anything imports verl, and for Ray's workers: Rollsync's entry point can be found, as after `pip install`."""
+    for name, value in {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}.items():
+        os.environ.setdefault(name, value)
+    _add_path(Path(__file__).parent)  # verl_cases
     if not any(point.name == "rollsync" for point in importlib.metadata.entry_points(group=GROUP)):
-        _install_entry_points(tmp_path_factory.mktemp("site"))
+        folder = tempfile.TemporaryDirectory(prefix="rs-site-")
+        config.add_cleanup(folder.cleanup)
+        _install_entry_points(Path(folder.name))
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from rollsync.rollout.verl_command import write_tiny
 
-    return write_tiny(tmp_path_factory.mktemp("model"))
+    return write_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
 
 
-@pytest.fixture(scope="module")
-def cluster(plugin: None) -> Iterator[None]:
-    """A Ray of this module's own, whose GPUs are only counted: verl asks for one per worker, also where there is none."""
-    import ray
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray of these tests' own."""
+    from rollsync.trainer_adapters.verl.check import own_ray
 
-    with tempfile.TemporaryDirectory(prefix="rs-ray-") as folder:  # sockets below it: the path must be short
-        limits = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": 100 << 20}
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, configure_logging=False, **limits)
+    with own_ray():
         yield
-        ray.shutdown()
 
 
 @pytest.fixture
@@ -84,7 +80,3 @@ def run() -> Callable[[Awaitable[Any]], Any]:
             return await work
 
     return lambda work: asyncio.run(within(work))
-
-
-def read_json(path: str) -> Any:
-    return json.loads(Path(path).read_text())
