@@ -29,7 +29,8 @@ class Counted:
 
 
 async def update(sides: list[Any], streams: list[Any], version: int) -> list[Any]:
-    return await asyncio.gather(*(s.update_weights(w, global_steps=version) for s, w in zip(sides, streams, strict=True)), return_exceptions=True)
+    work = [side.update_weights(stream, global_steps=version) for side, stream in zip(sides, streams, strict=True)]
+    return await asyncio.gather(*work, return_exceptions=True)
 
 
 def test_beside_a_trainer_memory_goes_and_comes_and_only_whole_updates_are_served(model: str, run: Any, monkeypatch: Any) -> None:
