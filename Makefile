@@ -31,7 +31,7 @@ GROUP := "import sys, tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-demo: $(VENV)/.native $(VENV)/.model  ## sample from SmolLM2-135M over HTTP and prove the bits; ends by itself
+demo: $(VENV)/.native $(VENV)/.model $(VENV)/.demo  ## sample from SmolLM2-135M over HTTP, prove the bits, train a tiny model; ends by itself
 	@$(PY) examples/demo.py $(ARGS)
 
 live: $(VENV)/.native $(VENV)/.model  ## a server that samples on while a trainer process updates it ten times; one minute
@@ -116,6 +116,12 @@ $(VENV)/.native: $(VENV)/.light $(KERNELS)
 	@set -o pipefail; $(PY) -W ignore setup.py --quiet build_ext --inplace 2>&1 | { grep -iE 'error|failed' || true; }
 	@if [[ $$(uname -m) == x86_64 && -n "$$(command -v c++ g++ clang++)" ]] && ! compgen -G 'kernels/native/*.so' >/dev/null; then \
 	  echo "no kernel compiles: see the errors above" >&2; exit 1; fi
+	@touch $@
+
+# What only the demo's last act needs.
+$(VENV)/.demo: $(VENV)/.light
+	@echo "installing transformers"
+	@$(PIP) install "rollsync[demo]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.light

@@ -1,4 +1,4 @@
-"""`make demo`: sample from a small real model over HTTP, then show that the way a request was served never changes a bit.
+"""`make demo`: sample from a small real model over HTTP, show that the way a request was served never changes a bit, then train a tiny one.
 
 It starts a server on a free port and ends by itself, with everything it started.
 """
@@ -200,7 +200,21 @@ def roll_out(client: RolloutClient, work: Workload) -> Bits:
     return bits
 
 
-def run(flags: Sequence[str], options: dict[str, Any]) -> int:
+def train(work: Workload, options: dict[str, Any]) -> bool:
+    """The last act, a program of its own: GRPO on a tiny model. False if it failed."""
+    say("\n5. GRPO beside the engine: a tiny model learns to sort, and the trainer's logprobs are the engine's, bit for bit.")
+    if importlib.util.find_spec("transformers") is None:
+        say("   Left out: it needs transformers (make demo installs it; so does pip install 'rollsync[demo]').")
+        return True
+    flags = [f"--kernels={options['kernels']}"] if options else []
+    if work is REFERENCE:
+        say("   Three small steps only: with the plain-torch kernels the reward would take an hour to rise.")
+        flags += ["--steps=3", "--prompts=4", "--samples=4"]
+    program = Path(__file__).with_name("demo_grpo.py")
+    return subprocess.run([sys.executable, str(program), *flags], preexec_fn=end_with_parent).returncode == 0
+
+
+def run(flags: Sequence[str], options: dict[str, Any], *, training: bool) -> int:
     begin = time.perf_counter()
     folder = dequantised()
     say("2. The server: rollsync serve MODEL --port 0")
@@ -214,22 +228,24 @@ def run(flags: Sequence[str], options: dict[str, Any]) -> int:
             say("   These are the plain-torch kernels, far slower than the compiled ones: a few tokens only.\n")
         bits = roll_out(client, work)
     prove_in_process(folder, work, bits, options)
-    verdict = "Done" if bits.all_equal else "FAILED: bits differ"
+    good = bits.all_equal & (not training or train(work, options))
+    verdict = "Done" if good else "FAILED, see above,"
     say(f"\n{verdict} in {time.perf_counter() - begin:.0f} s. The server has ended; `make serve` keeps one running.")
-    return 0 if bits.all_equal else 1
+    return 0 if good else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernels", default=None, help="amx, avx512, avx2 or reference; default: the best this machine runs")
     parser.add_argument("--where", choices=("file", "folder"), help="only print the path of the model: as installed, or dequantised")
+    parser.add_argument("--no-training", dest="training", action="store_false", help="leave out the last act")
     args = parser.parse_args()
     if args.where:
         say(str(model_file() if args.where == "file" else cached_checkpoint(model_file())))
         return 0
     kernels = args.kernels
     try:
-        return run(["--kernels", kernels] if kernels else [], {"kernels": kernels} if kernels else {})
+        return run(["--kernels", kernels] if kernels else [], {"kernels": kernels} if kernels else {}, training=args.training)
     except KeyboardInterrupt:
         say("\ninterrupted; everything started has ended")
         return 130

@@ -31,8 +31,6 @@ from transformers.utils import logging as transformers_logging
 DIGITS = 6
 ANSWER, END = 10, 11
 """token ids; those of digits are the digits"""
-PROMPTS, SAMPLES = 32, 8
-WARM_UP_STEPS = 150
 ROWS_SHOWN = 15
 Sample = tuple[list[int], Any]
 """prompt, and what the engine made of it"""
@@ -103,16 +101,16 @@ def score(model: Any, samples: list[Sample]) -> list[Tensor]:
     return list(logprobs.split([len(sample.token_ids) for _, sample in samples]))
 
 
-def step(number: int, model: Any, optimizer: torch.optim.Optimizer, target: Any, rng: random.Random) -> Step:
-    """One step of GRPO."""
+def step(number: int, model: Any, optimizer: torch.optim.Optimizer, target: Any, asked: list[list[int]], n: int) -> Step:
+    """One step of GRPO: `n` samples of each prompt."""
     begin = time.perf_counter()
     target.sync(weights_from(model), number + 1, Alone())
     synced = time.perf_counter()
-    rows = [prompt for prompt in prompts(rng, PROMPTS) for _ in range(SAMPLES)]
+    rows = [prompt for prompt in asked for _ in range(n)]
     samples = list(zip(rows, target.generate(rows, SamplingParams(max_tokens=DIGITS + 2), seed=number), strict=True))
     sampled = time.perf_counter()
 
-    rewards = torch.tensor([reward(prompt, sample.token_ids) for prompt, sample in samples]).view(PROMPTS, SAMPLES)
+    rewards = torch.tensor([reward(prompt, sample.token_ids) for prompt, sample in samples]).view(len(asked), n)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
     ratios = [(new - torch.tensor(sample.logprobs)).exp() for new, (_, sample) in zip(score(model, samples), samples, strict=True)]
     loss = -torch.cat([ratio * advantage for ratio, advantage in zip(ratios, advantages, strict=True)]).mean()
@@ -124,7 +122,7 @@ def step(number: int, model: Any, optimizer: torch.optim.Optimizer, target: Any,
         exact=sum(int((ratio == 1).sum()) for ratio in ratios),
         sync_s=synced - begin,
         sample_s=sampled - synced,
-        examples=[f"{word(prompt[:-1])} -> {word(sample.token_ids)}" for prompt, sample in samples[:: 4 * SAMPLES][:4]],
+        examples=[f"{word(prompt[:-1])} -> {word(sample.token_ids)}" for prompt, sample in samples[::n][:4]],
     )
 
 
@@ -140,12 +138,12 @@ def line(number: int, found: Step) -> str:
     )
 
 
-def learn(steps: int, warm_up_steps: int, seed: int, options: dict[str, Any]) -> list[Step]:
+def learn(args: argparse.Namespace) -> list[Step]:
     """All of it, printed."""
-    rng = random.Random(seed)
-    model = new_model(seed)
+    rng = random.Random(args.seed)
+    model = new_model(args.seed)
     begin = time.perf_counter()
-    warm_up(model, rng, warm_up_steps)
+    warm_up(model, rng, args.warm_up_steps)
     size = sum(p.numel() for p in model.parameters())
     print(f"   A random Llama of {size / 1e3:.0f} thousand weights has learned to repeat {DIGITS} digits in any order,", flush=True)
     print(f"   in {time.perf_counter() - begin:.0f} s. From here on only rewards: the share of digits in the right place.\n", flush=True)
@@ -154,12 +152,12 @@ def learn(steps: int, warm_up_steps: int, seed: int, options: dict[str, Any]) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        with Engine(folder, num_blocks=1024, **options) as engine:
+        with Engine(folder, num_blocks=1024, **({"kernels": args.kernels} if args.kernels else {})) as engine:
             parity.make_parity(model)
             target = target_of(engine)
-            for number in range(steps):
-                found.append(step(number, model, optimizer, target, rng))
-                if number % max(1, round(steps / ROWS_SHOWN)) == 0 or number == steps - 1:
+            for number in range(args.steps):
+                found.append(step(number, model, optimizer, target, prompts(rng, args.prompts), args.samples))
+                if number % max(1, round(args.steps / ROWS_SHOWN)) == 0 or number == args.steps - 1:
                     print(line(number, found[-1]), flush=True)
     return found
 
@@ -167,15 +165,18 @@ def learn(steps: int, warm_up_steps: int, seed: int, options: dict[str, Any]) ->
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
+    parser.add_argument("--warm-up-steps", type=int, default=150)
+    parser.add_argument("--prompts", type=int, default=32, help="in a step")
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kernels", help="amx, avx512, avx2 or reference; default: the best this machine runs")
     args = parser.parse_args(argv)
-    if min(args.steps, args.warm_up_steps) < 1:
-        parser.error("--steps and --warm-up-steps must be at least 1")
+    for name in ("steps", "warm_up_steps", "prompts", "samples"):
+        if getattr(args, name) < (least := 2 if name == "samples" else 1):
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     quiet: Any = transformers_logging
     quiet.disable_progress_bar()
-    found = learn(args.steps, args.warm_up_steps, args.seed, {"kernels": args.kernels} if args.kernels else {})
+    found = learn(args)
     tokens, exact = sum(s.tokens for s in found), sum(s.exact for s in found)
     print(f"\n   first step: {'   '.join(found[0].examples)}\n   last step:  {'   '.join(found[-1].examples)}", flush=True)
     if exact != tokens:
@@ -184,4 +185,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -158,8 +158,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("model", metavar="FOLDER", help="a model in Hugging Face format; the task is for SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=0, help="of problems, batches and samples")
     parser.add_argument("--url", help="sample from this server (default: an engine in this process)")
     parser.add_argument("--no-parity", dest="parity", action="store_false", help="the trainer's logprobs are transformers' own")
