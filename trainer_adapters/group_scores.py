@@ -1,0 +1,122 @@
+"""Rewards of one group's samples, by the functions a trainer was given, and the advantages that follow from them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..rollout.errors import describe
+from .errors import TargetError
+
+RewardFunc = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Of the samples of a group, in order."""
+
+    rewards: list[float]
+    """weighted sums; NaN where no function gave any"""
+    advantages: list[float]
+    """(reward - mean) / (std + 1e-8), as TRL's asynchronous trainers have it; 0 where there is no reward"""
+    by_func: dict[str, list[float]]
+    """NaN where a function gave None"""
+    mean: float
+    std: float
+
+
+async def score(
+    funcs: Sequence[RewardFunc], weights: Sequence[float], columns: Mapping[str, list[Any]], count: int, timeout_s: float
+) -> Scores:
+    """All functions at once: those that are `async` on this loop, the others each in a thread.
+
+    Args:
+        columns: what each is called with: prompts, completions, completion_ids, and the dataset's own.
+        count: of samples.
+
+    Raises:
+        TargetError: a function failed, took longer than `timeout_s`, or gave other than `count` numbers; all of them are named.
+    """
+    tried = await asyncio.gather(*(_called(func, columns, timeout_s) for func in funcs), return_exceptions=True)
+    by_func: dict[str, list[float]] = {}
+    problems = []
+    for func, found in zip(funcs, tried, strict=True):
+        name = func_name(func)
+        if isinstance(found, asyncio.CancelledError):
+            raise found
+        if isinstance(found, BaseException):
+            words = f"gave nothing within {timeout_s:g} s" if isinstance(found, TimeoutError) else f"failed: {describe(found)}"
+            problems.append(f"the reward function {name} {words}")
+            continue
+        values = list(found) if hasattr(found, "__iter__") else found
+        if not isinstance(values, list) or len(values) != count:
+            problems.append(f"the reward function {name} gave {values!r:.100} for {count} samples")
+            continue
+        try:
+            by_func[_fresh(name, by_func)] = [math.nan if v is None else float(v) for v in values]
+        except (TypeError, ValueError):
+            problems.append(f"the reward function {name} gave {values!r:.100}, which are not all numbers")
+    if problems:
+        raise TargetError(problems) from next((e for e in tried if isinstance(e, Exception)), None)
+    return _weighed(by_func, weights, count)
+
+
+def _weighed(by_func: dict[str, list[float]], weights: Sequence[float], count: int) -> Scores:
+    rewards = []
+    for i in range(count):
+        given = [(w, column[i]) for w, column in zip(weights, by_func.values(), strict=True) if not math.isnan(column[i])]
+        rewards.append(sum(w * value for w, value in given) if given else math.nan)
+    known = [r for r in rewards if not math.isnan(r)]
+    mean = sum(known) / len(known) if known else math.nan
+    std = math.sqrt(sum((r - mean) ** 2 for r in known) / len(known)) if known else math.nan
+    advantages = [0.0 if math.isnan(r) else (r - mean) / (std + 1e-8) for r in rewards]
+    return Scores(rewards=rewards, advantages=advantages, by_func=by_func, mean=mean, std=std)
+
+
+def func_name(func: RewardFunc) -> str:
+    """As a metric calls it."""
+    inner = getattr(func, "func", func)  # of functools.partial
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _fresh(name: str, taken: Mapping[str, Any]) -> str:
+    number = 1 + sum(known == name or known.startswith(f"{name}#") for known in taken)
+    return name if number == 1 else f"{name}#{number}"
+
+
+async def _called(func: RewardFunc, columns: Mapping[str, list[Any]], timeout_s: float) -> Any:
+    async with asyncio.timeout(timeout_s):
+        if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
+            return await func(**columns)
+        return await in_thread(lambda: func(**columns))
+
+
+def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """What `work` gives, computed in a thread that keeps neither a stop nor the interpreter's end waiting, should it hang."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as caught:  # it is raised where the future is awaited
+            error = caught if not isinstance(caught, StopIteration | SystemExit | KeyboardInterrupt) else RuntimeError(describe(caught))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="rollsync reward", daemon=True).start()
+    return future
