@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ class RollsyncGeneration:
         self.last_sync: Any = None
         """SyncReport of the last sync: seconds, bytes, version"""
         self.num_syncs = 0
+
+    @property
+    def llm(self) -> Any:
+        """As much of vLLM's engine as TRL's tool loop looks at: how long a prompt may become."""
+        return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.target.facts().max_model_len)))
+
+    def close(self) -> None:
+        """Let go of the servers. An engine is its owner's to close."""
+        self.target.close()
 
     def sync_weights(self) -> None:
         """Send the trainer's weights, as version `global_step + 1`: 0 is what an engine was started with. A collective."""
@@ -126,7 +136,7 @@ def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = Fals
     generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
     agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
     trainer.vllm_generation = generation
-    trainer.vllm_mode = "server"  # the other mode looks into vLLM's engine for its context length
+    trainer.vllm_mode = "colocate"  # looked at for the context length only, which is then the engine's (`llm`), not the model's
     trainer._last_loaded_step = -1
     if hasattr(trainer.args, "vllm_sync_frequency"):
         trainer.vllm_sync_frequency = trainer.args.vllm_sync_frequency

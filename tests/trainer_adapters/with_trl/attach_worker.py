@@ -124,6 +124,14 @@ def case_tools(engine: Engine) -> dict[str, Any]:
     return {"asked": [[len(p) for p in c["prompts"]] for c in calls], "rewards": rewards, "syncs": generation.num_syncs}
 
 
+def case_full(engine: Engine) -> dict[str, Any]:
+    """Tool results that the engine's context has no room for, though the model's would have."""
+    with Engine(FOLDER, threads=1, num_blocks=128, max_model_len=750) as small:
+        trainer, _generation, calls = tool_user(FOLDER, OUT, small)
+        trainer.train()
+    return {"asked": [[len(p) for p in c["prompts"]] for c in calls], "steps": trainer.state.global_step}
+
+
 def case_resumed(engine: Engine) -> dict[str, Any]:
     """Stopped after a step and resumed: the engine, back at the base model, has the trained weights before the first rollout."""
     whole = grpo(FOLDER, OUT, max_steps=3)
@@ -146,7 +154,7 @@ def case_resumed(engine: Engine) -> dict[str, Any]:
 
 def main() -> None:
     found: dict[str, Any] = {"trl": trl.__version__}
-    for case in (case_grpo, case_noise, case_rloo, case_distillation, case_peft, case_eval, case_tools, case_resumed):
+    for case in (case_grpo, case_noise, case_rloo, case_distillation, case_peft, case_eval, case_tools, case_full, case_resumed):
         name = case.__name__.removeprefix("case_")
         if name == "distillation" and not hasattr(trl, "DistillationTrainer"):
             continue  # before 1.6 or so it stood elsewhere

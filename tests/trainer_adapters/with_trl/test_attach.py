@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module", params=VERSIONS)
 def found(request: pytest.FixtureRequest, folder: str) -> dict[str, Any]:
     cases = ["grpo", "noise", "rloo", "distillation", "peft", "eval", "resumed"]
-    cases += [] if request.param in WITHOUT_TOOLS else ["tools"]
+    cases += [] if request.param in WITHOUT_TOOLS else ["tools", "full"]
     report = child("attach_worker.py", folder, *cases, version=request.param)
     assert report["trl"] == request.param
     return report
@@ -89,6 +89,7 @@ def test_tools(found: dict[str, Any]) -> None:
         first, second = found["tools"]["asked"]
         assert found["tools"]["syncs"] == 1 and len(first) == len(second) == 4 and min(second) > max(first)
         assert found["tools"]["rewards"] == [1.0, 1.1, 1.2, 1.3]
+        assert len(found["full"]["asked"]) == found["full"]["steps"] == 1, "a tool's result that does not fit ends its row, not the run"
 
 
 def test_evaluation_in_between(found: dict[str, Any]) -> None:
