@@ -165,9 +165,9 @@ class RolloutActor:
         found: dict[str, Any] = await self._engine.command("status")
         return found
 
-    async def digests(self) -> dict[str, int]:
-        """Of the weights that are served, by name; see weight_sync.digest."""
-        found: dict[str, int] = await self._engine.aside("digests", "digests")
+    async def digests(self) -> dict[str, str]:
+        """Of the weights that are served, in hexadecimal, by name; see weight_sync.digest."""
+        found: dict[str, str] = await self._engine.aside("digests", "digests")
         return found
 
 

@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...rollout.errors import BadRequest
+from ...rollout.errors import BadRequest, EngineDead
 from .actor import RolloutActor
 
 START_S = 1800.0
@@ -43,7 +43,7 @@ def make_engines(
         own: `--rollsync.NAME` by name: options of the engine, and `partial_kv`.
 
     Raises:
-        BadRequest: naming the argument that Rollsync has no counterpart for. Ray's error, with the engine's words: one does not start.
+        BadRequest: naming the argument that Rollsync has no counterpart for. EngineDead: with the words of an engine that does not start.
     """
     if tensor_parallel_size != 1:
         raise BadRequest(
@@ -76,10 +76,22 @@ def make_engines(
                 partial_kv=partial_kv,
             )
         )
-    ray.get([engine.status.remote() for engine in engines], timeout=START_S)
+    _wait(engines)
     if vllm_enable_sleep:
         call_engines(engines, "sleep")
     return engines
+
+
+def _wait(engines: Sequence[Any]) -> None:
+    """Until all serve. EngineDead with the words of the first that does not; none is left then."""
+    for number, engine in enumerate(engines):
+        try:
+            ray.get(engine.status.remote(), timeout=START_S)
+        except ray.exceptions.RayError as error:
+            for one in engines:
+                ray.kill(one)
+            words = str(error).strip().rpartition("\n")[2]
+            raise EngineDead(f"engine {number} of {len(engines)} did not start: {words}") from error
 
 
 def _places(num_engines: int, device: str | None, shared_pg: Any, threads: int) -> list[dict[str, Any]]:

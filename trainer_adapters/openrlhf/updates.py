@@ -34,6 +34,8 @@ class ParameterUpdates:
     def __init__(self, engine: AsyncEngine, dtype: str) -> None:
         self._engine, self._dtype = engine, dtype
         self._id: str | None = None
+        self._names: set[str] = set()
+        """of the parameters that came, of which one that comes again is the first of a new beginning"""
         self._failed: str | None = None
         """why the update under way is lost; its other parameters are received all the same, for the trainer waits for that"""
 
@@ -54,6 +56,9 @@ class ParameterUpdates:
                 the update is served then.
         """
         shape = tuple(int(n) for n in shape)
+        if name in self._names:
+            await self.drop("the trainer began anew")
+        self._names.add(name)
         places: list[list[int]] = []
         if self._failed is None:
             with self._noting(name):
@@ -72,7 +77,7 @@ class ParameterUpdates:
         if self._failed is None and last:
             with self._noting(name):
                 report = await self._engine.command("commit_update", update_id=self._id)
-                self._id = None
+                self._id, self._names = None, set()
         if self._failed is not None:
             await self._lose(last)
         return report
@@ -109,11 +114,11 @@ class ParameterUpdates:
             self._failed = f"{name}: {error}{lora}"
 
     async def _lose(self, last: bool) -> None:
-        """End the update and tell why. With the pass's last parameter the next one may begin."""
-        words = self._failed
+        """End the update and tell why. Its other parameters are refused as well; after the last one the next update may begin."""
+        words, names = self._failed, self._names
         await self.drop(str(words))
         if not last:
-            self._failed = words
+            self._failed, self._names = words, names
         served = (await self._engine.command("state"))["weights"]
         log.error("the weights of this step are lost: %s", words)
         if served["valid"]:
@@ -122,7 +127,7 @@ class ParameterUpdates:
 
     async def drop(self, reason: str) -> None:
         """Forget what came so far: the trainer begins anew."""
-        update_id, self._id, self._failed = self._id, None, None
+        update_id, self._id, self._failed, self._names = self._id, None, None, set()
         if update_id is not None:
             with contextlib.suppress(RollsyncError):
                 await self._engine.command("abort_update", update_id=update_id, reason=reason[:500])

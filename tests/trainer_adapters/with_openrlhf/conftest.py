@@ -45,20 +45,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         tie_word_embeddings=False,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(0, 256, 8)]  # so that samples end
+    model.save_pretrained(path)
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(folder: str) -> Any:
     """The trainer's."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    return AutoTokenizer.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def reference(folder: str) -> Any:
+    """The model as transformers has it: log-probabilities of all ids but the first at a temperature.
+
+    `begins` are the places whose id could end nothing: OpenRLHF asks for one token at least.
+    """
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    def logprobs(ids: list[int], temperature: float, weights: dict[str, Any] | None = None, begins: Any = ()) -> Any:
+        model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        if weights is not None:
+            model.load_state_dict(weights)
+        with torch.no_grad():
+            rows = model(input_ids=torch.tensor([ids])).logits[0, :-1].float() / temperature
+        for place in begins:
+            rows[place, model.generation_config.eos_token_id] = -torch.inf
+        return torch.log_softmax(rows, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    return logprobs
 
 
 @pytest.fixture(scope="session")

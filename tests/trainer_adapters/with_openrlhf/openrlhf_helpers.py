@@ -41,3 +41,11 @@ def start(folder: str, number: int = 1, **changes: Any) -> list[Any]:
         "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     return create_vllm_engines(**(options | changes))
+
+
+def stop(engines: list[Any]) -> None:
+    """End engines and give Ray their cores back."""
+    import ray
+
+    for engine in engines:
+        ray.kill(engine)
