@@ -65,12 +65,13 @@ layers: $(VENV)/.dev .tree/rollsync
 	@PYTHONPATH=.tree $(VENV)/bin/lint-imports --no-logo
 	@$(PY) -m pytest tests/test_layers.py
 
-bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput, start-up, weight updates, parity (ARGS=--quick; rivals: benchmarks/README.md)
+bench: $(VENV)/.native $(VENV)/.dev $(VENV)/.model  ## throughput, start-up, weight updates, parity, a GRPO step (ARGS=--quick; rivals: benchmarks/README.md)
 	@folder=$$($(PY) examples/demo.py --where folder); \
 	  $(PY) benchmarks/throughput.py --model $$folder --peers none --out build/throughput.json $(ARGS); \
 	  $(PY) benchmarks/startup.py --model $$folder --peers none --out build/startup.json; \
 	  $(PY) benchmarks/weight_sync.py --model $$folder --out build/weight_sync.json; \
-	  $(PY) benchmarks/parity.py --model $$folder --out build/parity.json $(ARGS)
+	  $(PY) benchmarks/parity.py --model $$folder --out build/parity.json $(ARGS); \
+	  $(PY) benchmarks/grpo_step.py --model $$folder --out build/grpo_step.json $(ARGS)
 
 docs: $(VENV)/.native $(VENV)/.dev  ## rewrite docs/api.md and docs/python.md from the code
 	@$(PY) docs/api.py --write

@@ -51,7 +51,7 @@ def _generate(side: Side, job: Job) -> dict[str, Any]:
     return {"seconds": seconds, "tokens": tokens, "logprobs": logprobs, **side.extra()}
 
 
-def _answers() -> TextIO:
+def answers_pipe() -> TextIO:
     """The pipe to the parent; whatever else is printed goes to stderr from now on."""
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -61,7 +61,7 @@ def _answers() -> TextIO:
 
 def serve(load: Callable[[str, dict[str, Any]], Side]) -> None:
     """Load once, then answer until stdin ends. An exception is told to the parent and ends the worker."""
-    answers = _answers()
+    answers = answers_pipe()
     try:
         setup = json.loads(sys.stdin.readline())
         began = time.perf_counter()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rollsync import Engine
-from rollsync.benchmarks import common, parity, shards, startup, throughput, weight_sync
+from rollsync.benchmarks import common, grpo_learning, grpo_step, parity, shards, startup, throughput, weight_sync
 from rollsync.benchmarks.peers.processes import Reaper, Worker, WorkerFailed, vllm_environment
 from rollsync.rollout.selftest.model import write_model
 
@@ -213,3 +213,30 @@ def test_parity_steps_are_compared_in_turn(tmp_path: Path) -> None:
     for case in found.values():
         assert len(case["sides"]["parity"]["samples_s"]) == len(case["sides"]["stock"]["samples_s"]) == 1
         assert case["times_stock"]["ratio_of_medians"] > 0 < case["times_stock"]["stages"]["backward"]
+
+
+def test_a_grpo_step_is_compared_part_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    args = grpo_step.parse(["--model", "m"])
+    assert (args.sides, args.prompts * args.samples) == (["rollsync", "rollsync-url", "trl"], 64)
+    ours = [{"seconds": 5.0, "generation": 1.0, "sync": 0.5, "train": 3.5}] * 2
+    samples = {"rollsync": ours, "trl": [{"seconds": 14.0, "generation": 10.0, "sync": 0.0, "train": 4.0}], "vllm": [{"generation": 2.0}]}
+    found = grpo_step.compared(samples, args)
+    assert found["sides"]["rollsync"]["generation"]["tokens_per_s"] == 4096
+    faster = found["times_faster"]["rollsync"]
+    assert {rival: ratio["ratio_of_medians"] for rival, ratio in faster["generation"].items()} == {"trl": 10.0, "vllm": 2.0}
+    assert faster["step"].keys() == {"trl"} and found["floor"]["rollsync"]["met"]
+    for arguments, words in ((["--sides", "vllm"], "--peer-python"), (["--micro-batch", "5"], "divide"), (["--sides", "x"], "unknown x")):
+        with pytest.raises(SystemExit):
+            grpo_step.parse(["--model", "m", *arguments])
+        assert words in capsys.readouterr().err
+
+
+def test_learning_is_judged_seed_by_seed() -> None:
+    def run(seed: int, learning_rate: float, reward: float) -> dict[str, object]:
+        curve = [{"max_logp_difference": 0.0}]
+        return {"seed": seed, "learning_rate": learning_rate, "reward_last": reward, "parity": True, "curve": curve, "seconds": 1.0}
+
+    runs = [run(0, 1e-5, 0.9), run(0, 0.0, 0.5), run(1, 1e-5, 0.6), run(1, 0.0, 0.5), run(2, 1e-5, 0.9)]
+    found = grpo_learning.judged(runs)
+    assert found["gain"]["by_seed"] == {0: 0.4, 1: 0.1} and not found["gain"]["met"]
+    assert grpo_learning.judged(runs[:2])["gain"]["met"] and found["max_logp_difference"]["met"]
