@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from ..rollout.engine.params import MAX_SAMPLES
 from .errors import TargetError
 
+ROUNDING = 1e-6
+"""by so much a logprob may exceed 0"""
+
 
 class Row(Protocol):
     """One sample, as `Sample` and `SampleOutput` have it: columns of one length, the EOS or stop id that ended it among them."""
@@ -77,10 +80,11 @@ def _row_problems(row: Any, vocab_size: int, column: str, version: int | None, a
         problems.append("has no token")
     if len(logprobs) != len(ids):
         problems.append(f"has {len(logprobs)} {column} for {len(ids)} tokens")
-    if wrong := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab_size]:
-        problems.append(f"has the token id {wrong[0]!r}, outside the vocabulary of {vocab_size}")
-    if wrong := [p for p in logprobs if not isinstance(p, float) or not p <= 0.0]:
-        problems.append(f"has {wrong[0]!r} among its {column}")
+    if not (set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size))):
+        wrong = next(t for t in ids if type(t) is not int or not 0 <= t < vocab_size)
+        problems.append(f"has the token id {wrong!r}, outside the vocabulary of {vocab_size}")
+    if not (set(map(type, logprobs)) <= {float} and all(map(ROUNDING.__ge__, logprobs))):
+        problems.append(f"has {next(p for p in logprobs if type(p) is not float or not p <= ROUNDING)!r} among its {column}")
     found = sorted({span["version"] for span in row.weight_versions})
     if version is not None and found and found != [version]:
         shown = ", ".join(map(str, found))

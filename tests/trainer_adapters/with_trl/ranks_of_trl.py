@@ -52,19 +52,41 @@ def case_long(folder: str, out: str, target: Any) -> dict[str, Any]:
     return train(trainer, generation)
 
 
-def case_killed(folder: str, out: str, target: Any) -> dict[str, Any]:
-    """Rank 1 is killed while the weights of the second step are read."""
+class Dying:
+    """Weights in the middle of which this process is killed."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+    def share(self, ranks: Any) -> Dying:
+        return Dying(self.weights.share(ranks))
+
+    def metadata(self) -> Any:
+        return self.weights.metadata()
+
+    def __iter__(self) -> Any:
+        for i, item in enumerate(self.weights):
+            if i == 5:
+                os.kill(os.getpid(), 9)
+            yield item
+        os.kill(os.getpid(), 9)
+
+
+def killed(rank: int, folder: str, out: str, target: Any) -> dict[str, Any]:
+    """A rank is killed while it sends the weights of the second step; of plain DDP, rank 0 sends them all."""
     trainer = grpo(folder, out, **COMMON)
     generation = attach(trainer, target)
     sync = generation.target.sync
-
-    def dying(weights: Any, version: int, ranks: Any) -> Any:
-        if RANK == 1 and version == 2:
-            os.kill(os.getpid(), 9)
-        return sync(weights, version, ranks)
-
-    generation.target.sync = dying
+    generation.target.sync = lambda w, version, ranks: sync(Dying(w) if (RANK, version) == (rank, 2) else w, version, ranks)
     return train(trainer, generation)
+
+
+def case_killed_0(folder: str, out: str, target: Any) -> dict[str, Any]:
+    return killed(0, folder, out, target)
+
+
+def case_killed_1(folder: str, out: str, target: Any) -> dict[str, Any]:
+    return killed(1, folder, out, target)
 
 
 def case_tools(folder: str, out: str, target: Any) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_what_a_trainer_says_is_what_the_server_samples_by(folder: str, server: 
 
 def test_two_servers_one_dies_in_a_rollout_and_comes_back(folder: str) -> None:
     """Its rows go to the other one, in the same bits; a step later it is back with the model it started with, and is synced first."""
-    prompts = [[3 + i, 4, 5, 6 + i] for i in range(12) for _ in range(4)]
+    prompts = [[3 + i, 4, 5, 6 + i] for i in range(12) for _ in range(4)] + [[9, 9, 9], [8, 8], [8, 8]]  # groups of several sizes
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     model = load(folder)
     with Engine(folder, threads=1, num_blocks=512, max_model_len=1024) as engine:
