@@ -117,7 +117,7 @@ def own_ray(num_gpus: int = 2) -> Iterator[Any]:
     hidden = None if gpus else os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts no more than are named there
     with tempfile.TemporaryDirectory(prefix="rs-ray-") as folder:  # sockets lie below it: the path must be short
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-        ray.init(address="local", num_cpus=4, num_gpus=gpus or num_gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
+        ray.init(address="local", num_cpus=16, num_gpus=gpus or num_gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
         try:
             yield ray
         finally:
