@@ -37,6 +37,8 @@ class ReplicaUpdates:
         self._open: str | None = None
         self._meetings: dict[int, _Meeting] = {}
         """by the number of the update, which every rank counts for itself"""
+        self._unattended: dict[int, Outcome] = {}
+        """by number: updates that ended while a rank had not come, for when it does"""
 
     async def begin(self, version: int | None) -> dict[str, Any]:
         """Open a transaction; what a leader left open before is dropped. "id", and the "version" it will be.
@@ -66,6 +68,8 @@ class ReplicaUpdates:
             error: why it cannot be, on this rank.
             update_id, digests: the leader's: what `begin` gave, and the digest of every tensor as it was sent.
         """
+        if rank and number in self._unattended:
+            return self._unattended[number]
         meeting = self._meetings.setdefault(number, _Meeting(asyncio.get_running_loop().create_future()))
         meeting.told[rank] = error
         if len(meeting.told) == self._ranks:
@@ -77,6 +81,8 @@ class ReplicaUpdates:
         finally:
             self._meetings.pop(number, None)
         meeting.outcome.set_result(outcome)
+        if not meeting.all_there.is_set():
+            self._unattended = {number: outcome}
         return outcome
 
     async def _lead(self, meeting: _Meeting, update_id: str | None, digests: Mapping[str, int] | None) -> Outcome:

@@ -66,7 +66,7 @@ def test_beside_a_trainer_memory_goes_and_comes_and_only_whole_updates_are_serve
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_weights_stay(model: str, run: Any, monkeypatch: Any) -> None:
-    config = rollout_config(tensor_model_parallel_size=2, own={"sync_timeout_s": 5.0})
+    config = rollout_config(tensor_model_parallel_size=2, own={"sync_timeout_s": 3.0})
     old, new = weights(model), weights(model, 2.0)
 
     async def fail() -> None:
@@ -90,8 +90,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_weights_stay(model: str, ru
         assert await update(sides, [as_they_come(), iter(new.items())], 1) == [None, None]
         assert await server.digests() == digests(new)
         monkeypatch.setattr("rollsync.trainer_adapters.verl.calls.MARGIN_S", 1.0)
-        with pytest.raises(UpdateError, match="rank 1 of the replica did not end its part within 5 s; version 1 is served"):
+        with pytest.raises(UpdateError, match="rank 1 of the replica did not end its part within 3 s; version 1 is served"):
             await sides[0].update_weights(iter(old.items()), global_steps=2)
+        with pytest.raises(UpdateError, match="rank 1 of the replica did not end its part within 3 s; version 1 is served"):
+            await sides[1].update_weights(iter(old.items()), global_steps=2)  # it comes late, and learns the same at once
         assert await server.digests() == digests(new)
         await server.close()
 
@@ -115,13 +117,15 @@ def _nowhere(rank: int) -> Any:
     raise UpdateError("replica 0 has no server")
 
 
-def test_a_trainers_float32_arrives_as_its_bfloat16(model: str, run: Any, monkeypatch: Any) -> None:
-    config = rollout_config(dtype="bfloat16")
+def test_a_trainers_float32_arrives_as_its_bfloat16_and_before_nothing_is_sampled(model: str, run: Any, monkeypatch: Any) -> None:
+    config = rollout_config(dtype="bfloat16", load_format="dummy")
     masters = {name: tensor * 1.0001 for name, tensor in weights(model).items()}
 
     async def cast() -> None:
         local = await local_server(monkeypatch, model, config, "standalone")
         (side,) = ranks(monkeypatch, model, config)
+        with pytest.raises(IllegalState, match="dummy"):  # nothing is made up
+            await local.server.generate(PROMPT, dict(ASK), "early")
         await side.update_weights(iter(masters.items()))
         assert await local.server.digests() == digests({name: tensor.bfloat16() for name, tensor in masters.items()})
         assert (await local.server.status())["state"]["weights"]["version"] == 1
