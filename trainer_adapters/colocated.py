@@ -45,8 +45,8 @@ class ColocatedEngine:
     state, gradient mode, default dtype, autocast, threads and the model's mode as they are.
 
     Args:
-        trained: the model, as the trainer calls it (plain, DDP, FSDP, compiled, LoRA, ...), an Accelerator that has prepared one, or a
-            function that gives the model at each sync, for wrappers that come and go.
+        trained: the model, as the trainer calls it (plain, DDP, FSDP, compiled, LoRA, ...), an Accelerator that has prepared one, a
+            Trainer of transformers or TRL, or a function that gives the model at each sync, for wrappers that come and go.
         dtype: bfloat16 or float32; None: what the model computes in, by the Accelerator, FSDP2's policy or its parameters.
         tokenizer: for texts and stop strings, and so that ids it does not know are never drawn: a transformers tokenizer, or the name of a
             folder, .gguf file or hub id. Ids alone need none.

@@ -46,19 +46,21 @@ class PhaseReport:
 
 def model_reader(trained: Any) -> Callable[[], Any]:
     """What gives the model at each sync."""
+    if hasattr(trained, "model_wrapped") and hasattr(trained, "accelerator"):  # a Trainer: it wraps its model when it trains
+        return lambda: trained.model_wrapped
     if hasattr(trained, "unwrap_model"):  # an Accelerator
         return lambda: _prepared(trained)
     if isinstance(trained, torch.nn.Module):
         return lambda: trained
     if callable(trained):
         return trained  # type: ignore[no-any-return]
-    raise TypeError(f"a model, an Accelerator, or a function that gives the model is needed, got {type(trained).__name__}")
+    raise TypeError(f"a model, a Trainer, an Accelerator, or a function that gives the model is needed, got {type(trained).__name__}")
 
 
 def _prepared(accelerator: Any) -> Any:
     models = accelerator._models
     if len(models) != 1:
-        raise ValueError(f"the Accelerator has prepared {len(models)} models: give the engine the model itself")
+        raise ValueError(f"the Accelerator has prepared {len(models)} models, not one: give the engine the model itself")
     return models[0]
 
 
@@ -73,7 +75,7 @@ def make_engine(trained: Any, dtype: str | None, tokenizer: Any, sharing: int, o
     if clash := sorted({"load_format", "apply"} & options.keys()):
         raise ValueError(f"{', '.join(clash)} cannot be chosen: weights come from the trainer, in place")
     model = model_reader(trained)()
-    dtype = dtype or compute_dtype(model, trained.mixed_precision if hasattr(trained, "unwrap_model") else None)
+    dtype = dtype or compute_dtype(model, getattr(getattr(trained, "accelerator", trained), "mixed_precision", None))
     device = next(model.parameters()).device
     given = {"load_format": "dummy", "apply": "in_place", "dtype": dtype, "device": str(device)}
     by_name = isinstance(tokenizer, str)
