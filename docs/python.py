@@ -29,7 +29,7 @@ from rollsync.rollout.engine.control import Control
 from rollsync.rollout.replay import Mismatch as TraceMismatch
 from rollsync.rollout.replay import ReplayReport
 from rollsync.rollout.trace import TraceRecord
-from rollsync.trainer_adapters import parity, targets, trl
+from rollsync.trainer_adapters import colocated, parity, targets, trl
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.weight_sync import checkpoint_writer, model_weights, sender, sources
 from rollsync.weight_sync.control import UpdateError
@@ -59,6 +59,7 @@ SECTIONS: dict[str, list[Any]] = {
     "Transports with options": [SharedBuffers, Broadcast, Reshard, DiskTransport],
     "Clients": [RolloutClient, RolloutFleet],
     "In process": [Engine, Control],
+    "In the trainer's process": [colocated.ColocatedEngine, colocated.PhaseReport],
     "Traces": [read_trace, TraceRecord, replay, ReplayReport, TraceMismatch],
     "Logprobs, as the engine computes them": [
         SamplingMask, token_logprobs, token_logprobs_and_entropy, hidden_token_logprobs, hidden_token_logprobs_and_entropy
@@ -71,6 +72,8 @@ ONLY: dict[Any, tuple[str, ...]] = {
     DiskTransport: (),
     sender.DistRanks: (),
     sources.TensorSource: (),
+    colocated.ColocatedEngine: ("generating", "generate", "as_target", "close"),
+    colocated.PhaseReport: (),
     Engine: ("generate", "score", "add_request", "step", "abort", "stats", "reset_prefix_cache", "close"),
     Control: (
         *("pause", "resume", "renew_lease", "revoke_lease", "sleep", "wake", "open_update", "take_chunk", "commit_update", "abort_update"),

@@ -33,7 +33,7 @@ def load(folder: str | None) -> tuple[Any, list[list[int]]]:
     """A model and prompts for it, alike on every rank."""
     if folder is None:
         torch.manual_seed(0)
-        sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+        sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
         config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
         return LlamaForCausalLM(config), [[5 + i, 17, 400 + i] for i in range(len(PROMPTS))]
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -30,10 +30,16 @@ class Region:
         """Have the system back [offset, offset + size) now instead of at first use; False where it cannot."""
         return bool(_LIBC.madvise(ctypes.c_void_p(self.address + offset), ctypes.c_size_t(size), _POPULATE_WRITE) == 0)
 
-    def release(self) -> None:
-        """Give what backs the region to the system. It reads as zeros afterwards, at the same address."""
-        if _LIBC.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(-(-self.size // mmap.PAGESIZE) * mmap.PAGESIZE), _DONTNEED) != 0:
+    def release(self, offset: int = 0, size: int | None = None) -> None:
+        """Give what backs the region, or whole pages of it, to the system. It reads as zeros afterwards, at the same address."""
+        pages = -(-(self.size if size is None else size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if _LIBC.madvise(ctypes.c_void_p(self.address + offset), ctypes.c_size_t(pages), _DONTNEED) != 0:
             raise OSError("the system does not take memory back (madvise)")
+
+    def view(self, offset: int, size: int) -> ctypes.Array[ctypes.c_char]:
+        """A part of the region that keeps all of it alive, even after `close`."""
+        assert self._map is not None, "the region is closed"
+        return (ctypes.c_char * size).from_buffer(self._map, self._offset + offset)
 
     def close(self) -> None:
         """Give the memory back. Views of it must be gone; if some are not, it goes with the last of them."""

@@ -6,6 +6,7 @@ N outputs and K inputs of a linear layer, V vocabulary, D width.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,10 +64,16 @@ class Weights(Protocol):
         """Shadow becomes live and live shadow, between two steps. The only thing a commit does to weights."""
 
     def live_bytes(self) -> Iterator[memoryview]:
-        """Memory of every live parameter as it lies, to be saved and put back."""
+        """Memory of every live parameter as it lies, to be saved and put back; without those that are lent."""
+
+    def lend(self, param: str) -> Tensor | None:
+        """The logical parameter where it lies, for a trainer to keep its own there; None where the layout is another, or two copies are.
+
+        From then on it is the borrower's: nothing here gives its memory away, and it outlives `close`.
+        """
 
     def release(self) -> None:
-        """Give the memory of both sides to the system; what they held is lost."""
+        """Give the memory of both sides to the system, but for what is lent; what they held is lost."""
 
     def resume(self) -> None:
         """Have memory again, all zeros."""
@@ -96,6 +103,7 @@ class ReferenceWeights:
         self.tensors = _zeros(specs, dtype)
         self.nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
         self._shadow: dict[str, Tensor] = {}
+        self._lent: set[str] = set()
 
     def write(self, param: str, dst_row: int, dst_col: int, tensor: Tensor, *, shadow: bool = False) -> None:
         rows, cols = _check_slice(param, self.specs[param], dst_row, dst_col, tensor, self.dtype)
@@ -123,16 +131,23 @@ class ReferenceWeights:
             self.tensors[name], self._shadow[name] = self._shadow[name], self.tensors[name]
 
     def live_bytes(self) -> Iterator[memoryview]:
-        for tensor in self.tensors.values():
-            flat: Any = tensor.view(-1).view(torch.uint8).numpy()
+        for name in self.specs.keys() - self._lent:
+            flat: Any = self.tensors[name].view(-1).view(torch.uint8).numpy()
             yield memoryview(flat)
 
+    def lend(self, param: str) -> Tensor | None:
+        if self._shadow:
+            return None
+        self._lent.add(param)
+        return self.tensors[param]
+
     def release(self) -> None:
-        self.close()
+        for name in self.tensors.keys() - self._lent:
+            del self.tensors[name]
+        self._shadow.clear()
 
     def resume(self) -> None:
-        if not self.tensors:
-            self.tensors.update(_zeros(self.specs, self.dtype))
+        self.tensors.update(_zeros({name: spec for name, spec in self.specs.items() if name not in self.tensors}, self.dtype))
 
     def close(self) -> None:
         self.tensors.clear()
@@ -154,6 +169,7 @@ class NativeWeights:
         self._region = Region(self.nbytes)
         self._shadow_region: Region | None = None
         self._shadow_is_backed = False
+        self._lent: set[str] = set()
         self.table = (ctypes.c_void_p * len(specs))()
         self._shadow: dict[str, int] = {}
         self.index: dict[str, int] = {}
@@ -250,6 +266,8 @@ class NativeWeights:
             raise ValueError(f"{param} is [{spec.n}, {spec.k}]; cannot write [{rows}, {cols}] at row {dst_row}, column {dst_col}")
         layout = ("linear", "gate_up", "rows").index(spec.layout)
         address = self.address(param, shadow)
+        if values.dtype == self.dtype and address + (dst_row * spec.k + dst_col) * values.itemsize == values.data_ptr():
+            return self.library.digest(values, place, width)  # lent: it lies there already
         return self.library.take(self._code, layout, address, values, spec.n, spec.k, dst_row, dst_col, place, width)
 
     def read(self, param: str, *, shadow: bool = False) -> Tensor:
@@ -264,18 +282,36 @@ class NativeWeights:
 
     def live_bytes(self) -> Iterator[memoryview]:
         for name, size in self._sizes.items():
-            yield memoryview((ctypes.c_char * size).from_address(self.address(name))).cast("B")
+            if name not in self._lent:
+                yield memoryview((ctypes.c_char * size).from_address(self.address(name))).cast("B")
+
+    def lend(self, param: str) -> Tensor | None:
+        spec = self.specs[param]
+        packed = spec.layout in ("linear", "gate_up") or (spec.layout == "bias" and self.dtype != torch.float32)
+        if packed or self._shadow_region is not None:
+            return None
+        self._lent.add(param)
+        shape = (spec.n, spec.k) if spec.layout == "rows" else (spec.n,)
+        size = math.prod(shape) * self.dtype.itemsize
+        return torch.frombuffer(self._region.view(self.address(param) - self._region.address, size), dtype=self.dtype).view(shape)
 
     def release(self) -> None:
         self._shadow_is_backed = False
-        for region in (self._region, self._shadow_region):
-            if region is not None:
-                region.release()
+        if self._shadow_region is not None:
+            self._shadow_region.release()
+        if not self._lent:
+            return self._region.release()
+        for name, offset in self._offsets():
+            if name not in self._lent:
+                self._region.release(offset, self._sizes[name])
+        return None
 
     def resume(self) -> None:
         return None  # the addresses stand; memory comes with the first write
 
     def close(self) -> None:
+        if self._lent:
+            self.release()  # who borrowed keeps the region
         self._region.close()
         if self._shadow_region is not None:
             self._shadow_region.close()

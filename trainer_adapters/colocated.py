@@ -31,6 +31,7 @@ from .colocated_parts import PhaseReport, aside, make_engine, model_reader
 from .engine_sync import EngineUpdate
 from .lockstep import LEAVING, Lockstep, PatientRanks, ranks_here
 from .rows import check_rows
+from .sharing import share as share_weights
 from .targets import EngineTarget, Facts
 
 BETWEEN = ("discard", "keep")
@@ -52,6 +53,8 @@ class ColocatedEngine:
             folder, .gguf file or hub id. Ids alone need none.
         between: what becomes of the weights while the trainer trains: "discard" gives their memory back, "keep" keeps it, so that a phase
             may begin without a sync.
+        share: have the model's parameters lie where the engine reads them, as far as its layout allows (see `sharing.share`): they are then
+            never copied, and never given back. For a model that stands whole in this process, plain or in DDP.
         timeout_s: longest wait for the other ranks, so at least as long as the slowest rank's generation takes.
         options: of the engine, e.g. memory_bytes (of the KV pool), max_model_len, max_num_seqs, threads, k_shards. Ranks of one host share
             its cores, and the default pool.
@@ -62,11 +65,13 @@ class ColocatedEngine:
     """
 
     def __init__(
-        self, trained: Any, *, dtype: str | None = None, tokenizer: Any = None, between: str = "discard", timeout_s: float = 1800.0,
-        **options: Any,
+        self, trained: Any, *, dtype: str | None = None, tokenizer: Any = None, between: str = "discard", share: bool = False,
+        timeout_s: float = 1800.0, **options: Any,
     ) -> None:  # fmt: skip
         if between not in BETWEEN:
             raise ValueError(f"between must be {' or '.join(BETWEEN)}, got {between!r}")
+        if share and between == "keep":
+            raise ValueError("share goes with between=\"discard\": weights that train in place are not those of the last sync")
         self._model, self._between = model_reader(trained), between
         self._ranks: Ranks = ranks_here(timeout_s)
         self._lockstep = Lockstep(self._ranks)
@@ -90,6 +95,8 @@ class ColocatedEngine:
             self._leave()
             raise
         (self.engine,) = made
+        self.shared_bytes = self._lockstep.together("sharing weights", lambda: share_weights(self._model(), self.engine)) if share else 0
+        """of weights that lie in one place for the trainer and the engine"""
         self.sleep()
 
     def __enter__(self) -> ColocatedEngine:
@@ -181,7 +188,7 @@ class ColocatedEngine:
             raise
         self.awake = self._synced = True
         self.version = self._report.version = version
-        self._report.synced_bytes = report.nbytes
+        self._report.synced_bytes = report.nbytes - self.shared_bytes
         return report
 
     def _wake(self, tag: str) -> None:

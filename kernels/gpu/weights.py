@@ -60,6 +60,9 @@ class GpuWeights:
             target[dst_row : dst_row + rows, dst_col : dst_col + cols].copy_(tensor.view(rows, cols))
         _settle(self._queue.device)  # the sender's buffer is free again, and a commit finds the values there
 
+    def lend(self, param: str) -> Tensor | None:
+        return None  # one allocation holds all, and is given back whole
+
     def read(self, param: str, *, shadow: bool = False) -> Tensor:
         return (self._shadow if shadow else self.tensors)[param].clone()
 

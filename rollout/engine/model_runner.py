@@ -18,7 +18,7 @@ from ..models import decoder
 from ..models.config import DecoderConfig, computation, config_digest, load_decoder_config, resolve_model_path
 from ..models.layers import all_rope_tables
 from ..models.loader import cached_checkpoint, checked_checkpoint, load_weights
-from ..models.params import check_tp, num_parameters
+from ..models.params import check_tp, num_parameters, plan
 from .admission import MAX_BANNED_IDS
 from .batch import BatchBuilder, Slots
 from .config import EngineConfig
@@ -274,6 +274,15 @@ class ModelRunner:
 
     def check(self) -> None:
         """This rank is here."""
+
+    def lend(self, name: str) -> torch.Tensor | None:
+        """A checkpoint's tensor where its values lie, in the engine's dtype, for a trainer to keep its parameter there: `Weights.lend`.
+
+        None: it lies in another order here, or nowhere.
+        """
+        writes = plan(self._found.model, name) if self._group is None else ()
+        whole = self.weights.lend(writes[0].param) if writes else None
+        return None if whole is None else whole[writes[0].dst_row : writes[0].dst_row + writes[0].rows]
 
     def sleep(self, tag: str, keep: bool) -> int:
         return self.memory.sleep(tag, keep)

@@ -29,10 +29,10 @@ def prompts(rank: int) -> list[list[int]]:
     return [[10 + rank, 3, 5], [7] * (20 + rank)]
 
 
-def phases(model: Any, trained: Any, rank: int) -> dict[str, Any]:
+def phases(model: Any, trained: Any, rank: int, **options: Any) -> dict[str, Any]:
     """Three phases with training steps between. `model` is under parity; `trained` is what the engine is given."""
     equal, seen, versions, freed = [], [], [], []
-    with ColocatedEngine(trained, **OPTIONS) as engine:
+    with ColocatedEngine(trained, **OPTIONS, **options) as engine:
         for step in range(3):
             with engine.generating(version=10 * step):
                 outputs = engine.generate(prompts(rank), PARAMS)
@@ -48,7 +48,8 @@ def phases(model: Any, trained: Any, rank: int) -> dict[str, Any]:
                 for parameter in model.parameters():  # sums that cancel have gradients that no optimizer should follow
                     parameter.mul_(0.95)
         dtype = engine.info.dtype
-    return {"equal": equal, "seen": seen, "versions": versions, "freed": freed, "dtype": dtype}
+        shared = engine.shared_bytes
+    return {"shared": shared, "equal": equal, "seen": seen, "versions": versions, "freed": freed, "dtype": dtype}
 
 
 def outcome(work: Callable[[], Any]) -> str:
@@ -146,7 +147,7 @@ def main(folder: str, rank: int, store: str, out: str, which: str) -> None:
         model = ranks_worker.load(folder)
         parity.make_parity(model)
         wrapped = DistributedDataParallel(model)
-        found["ddp"] = phases(wrapped, wrapped, rank)
+        found["ddp"] = phases(wrapped, wrapped, rank, share=True)
         for name, options in {"fsdp": {}, "fsdp_bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}}.items():
             model = ranks_worker.load(folder)
             parity.make_parity(model)

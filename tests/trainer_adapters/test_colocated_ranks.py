@@ -18,6 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("name", "dtype"), [("ddp", "float32"), ("fsdp", "float32"), ("fsdp_bf16", "bfloat16")])
 def test_every_rank_samples_the_trainers_bits(name: str, dtype: str, ranks: list[dict[str, Any]]) -> None:
     colocated_runs.check_phases([found[name] for found in ranks], dtype)
+    assert all((found[name]["shared"] > 0) == (name == "ddp") for found in ranks)
 
 
 def test_what_fails_on_one_rank_raises_on_both(ranks: list[dict[str, Any]]) -> None:
