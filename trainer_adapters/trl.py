@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..rollout.errors import IllegalState
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
 from ..weight_sync.sources import weights_from
 from .targets import Facts, Target, agreed, check_model, check_rows, derived_seed, target_of
@@ -78,11 +79,20 @@ class RollsyncGeneration:
                 of a trainer with tools fails by itself: each goes on with the rows that called one, and nobody knows how often.
         """
         if self.target.version is None:
-            self.sync_weights()
+            self._sync_again()
         with profiler or contextlib.nullcontext():
             found = agreed(self._in_step(), "the rollout", lambda: self._rows(prompts, images))
         ids, logprobs = [ids for ids, _ in found], [[[value] for value in values] for _, values in found]
         return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
+
+    def _sync_again(self) -> None:
+        """Before the first rollout, where a trainer does not see to that; or a colocated engine has dropped its weights since the last."""
+        if self.num_syncs and self._in_step().size < self._ranks.size:
+            raise IllegalState(
+                "the engine drops its weights after each generation, and ranks that generate as often as their tools need cannot "
+                'sync together: make the ColocatedEngine with between="keep"'
+            )
+        self.sync_weights()
 
     def _in_step(self) -> Ranks:
         """The ranks that call `generate` as often as this one."""

@@ -14,6 +14,7 @@ from rollsync import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed: these tests need `trl`, `datasets` and `peft`")
 
+from rollsync.rollout.errors import IllegalState
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.trainer_adapters.trl import RollsyncGeneration, attach
 from trl_cases import asked_by, grpo, logged, weights_of, write_text_model
@@ -87,6 +88,16 @@ def test_adapters_that_cannot_be_merged_are_refused_at_once(folder: str, engine:
     with pytest.raises(ValueError, match="DoRA"):
         attach(trainer, engine)
     assert not trainer.use_vllm, "a trainer that was refused is as it was"
+
+
+def test_ranks_with_tools_cannot_sync_by_themselves(monkeypatch: pytest.MonkeyPatch, attached: RollsyncGeneration) -> None:
+    """A colocated engine that drops its weights between two turns of a row: no rank waits for others that never come."""
+    attached.sync_weights()
+    monkeypatch.setattr(attached, "_ranks", SimpleNamespace(rank=0, size=2, gather=lambda value: pytest.fail("a collective")))
+    monkeypatch.setattr(attached._trainer, "tools", [print])
+    monkeypatch.setattr(attached.target, "version", None)
+    with pytest.raises(IllegalState, match='between="keep"'):
+        attached.generate(prompts=[[3, 4, 5]] * 2)
 
 
 class AsyncGRPOTrainer:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from rollsync import Engine
+from rollsync.trainer_adapters.colocated import ColocatedEngine
 from rollsync.trainer_adapters.trl import attach
-from trl_cases import COMMON, asked_by, chats, length_reward, load, logged, write_text_model
+from trl_cases import COMMON, asked_by, chats, grpo, length_reward, load, logged, write_text_model
 
 pytestmark = pytest.mark.adapters
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -84,3 +85,14 @@ def test_two_steps(make: Any, folder: str, engine: Engine, tmp_path: Path) -> No
     assert generation.num_syncs == engine.weight_version == 2 and len(logged(trainer, "loss")) == 2
     rows = [tuple(row) for call in calls for row in call["rows"]]
     assert len(set(rows)) == len(rows) >= 16 and len({call["seed"] for call in calls}) == len(calls)
+
+
+@pytest.mark.parametrize("between", ["discard", "keep"])
+def test_grpo_on_a_colocated_engine(between: str, folder: str, tmp_path: Path) -> None:
+    """Whatever it does with its memory while the trainer trains, each rollout is of the weights of its step."""
+    trainer = grpo(folder, tmp_path, eval_dataset=chats(4), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    with ColocatedEngine(lambda: trainer.model_wrapped, between=between, threads=1, num_blocks=64) as engine:
+        attach(trainer, engine)
+        trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-5
+    assert max(logged(trainer, "eval_sampling/sampling_logp_difference/max")) < 1e-5
