@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .gather import Flat, flat_parameters, is_zero3, loaded
+from .gather import Flat, flat_parameters, is_zero3, loaded, zero3_objection
 from .lora import Lora, UnsupportedModel, lora_of, saved_module
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -113,15 +113,19 @@ class _Walk:
         for key in dict.fromkeys([*held, *self._flat.get(id(module), ())]):
             slot = self._slot(module, key, hf_name(f"{path}.{key}" if path else key))
             slot.lora = lora if key == "weight" else None
-            if not slot.dtype.is_floating_point:
-                kind = type(module._parameters.get(key)).__name__
-                self._problems.append(f"{slot.name} is {slot.dtype} ({kind}): weights that are quantised (4-bit, 8-bit) cannot be sent")
+            if (objection := self._objection(slot)) is not None:
+                self._problems.append(f"{slot.name} {objection}")
                 continue
             first = self._seen.setdefault(id(slot.parameter) if slot.flat is None else slot.flat.first, slot)
             if first is slot:
                 self.tree.slots.append(slot)
             elif first.lora is not None or slot.lora is not None:
                 self._problems.append(f"{slot.name} is tied to {first.name}, and LoRA on tied weights cannot be merged")
+
+    def _objection(self, slot: Slot) -> str | None:
+        if not slot.dtype.is_floating_point:
+            return f"is {slot.dtype} ({type(slot.parameter).__name__}): weights that are quantised (4-bit, 8-bit) cannot be sent"
+        return zero3_objection(slot.parameter) if is_zero3(slot.parameter) else None
 
     def _slot(self, owner: nn.Module, key: str, name: str) -> Slot:
         if (flat := self._flat.get(id(owner), {}).get(key)) is not None:

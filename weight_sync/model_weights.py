@@ -5,7 +5,6 @@ What this leaves behind is the model as it was: nothing is written, nothing merg
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from .boxes import Box
 from .control import UpdateError
-from .gather import is_cut, is_sharded, is_zero3, joined
+from .gather import is_cut, is_sharded, is_zero3, joined, joined_zero3
 from .lora import merged
 from .model_tree import Slot, Tree, tree_of
 from .ranks import Alone, DistRanks, Ranks
@@ -41,9 +40,8 @@ class ModelWeights:
         tree = self._tree()
         ranks = self._ranks or (DistRanks() if _is_spread(tree) else Alone())
         left: str | None = None
-        reader = _Reader(tree)
-        for slot in reader.slots():
-            values = reader.whole(slot, self._dtype)
+        for slot in tree.slots:
+            values = _whole(slot, self._dtype)
             if left is None:
                 try:
                     yield slot.name, values
@@ -62,11 +60,10 @@ class ModelWeights:
         """
         tree = self._tree()
         ranks = self._ranks or (DistRanks() if _is_spread(tree) else Alone())
-        reader = _Reader(tree)
         trouble: Exception | None = None
         words: str | None = None
-        for slot in reader.slots():
-            values = reader.whole(slot, self._dtype)
+        for slot in tree.slots:
+            values = _whole(slot, self._dtype)
             if trouble is None:
                 try:
                     consume(slot.name, values)
@@ -112,15 +109,15 @@ class _Share:
         return metas
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        reader = _Reader(self._tree())
         left = False
-        for slot in reader.slots():
+        for slot in self._tree().slots:
             box = self._box(slot)
             use = not left and box is not None and box.elements > 0
             if is_cut(slot.parameter):
-                values = reader.part(slot, None)  # the sender casts as it copies
+                values = _part(slot, None)  # the sender casts as it copies
             else:
-                values = reader.whole(slot, self._weights._dtype if slot.flat is not None else None, use)
+                gathered = slot.flat is not None or is_zero3(slot.parameter)
+                values = _whole(slot, self._weights._dtype if gathered else None, use)
             if use:
                 try:
                     yield slot.name, values
@@ -139,72 +136,46 @@ def _is_spread(tree: Tree) -> bool:
     return bool(tree.shards) or any(s.flat is not None or is_zero3(s.parameter) or is_sharded(s.parameter) for s in tree.slots)
 
 
-class _Reader:
-    """Reads a model's parameters. All ranks call the same things in the same order."""
+@torch.no_grad()
+def _part(slot: Slot, dtype: torch.dtype | None) -> Tensor:
+    """What this rank holds of a cut parameter, the adapter added, cast."""
+    factors, tensor = _factors(slot), slot.parameter
+    local: Tensor = tensor.to_local()
+    if slot.lora is None or factors is None:
+        return local if dtype is None else local.to(dtype)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    def __init__(self, tree: Tree) -> None:
-        self._slots = tree.slots
-
-    def slots(self) -> Iterator[Slot]:
-        """One after another, to be read before the next."""
-        for slot in self._slots:
-            with _collected(slot):
-                yield slot
-
-    @torch.no_grad()
-    def part(self, slot: Slot, dtype: torch.dtype | None) -> Tensor:
-        """What this rank holds of a cut parameter, the adapter added, cast."""
-        factors, tensor = self._factors(slot), slot.parameter
-        local: Tensor = tensor.to_local()
-        if factors is None:
-            return local if dtype is None else local.to(dtype)
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        assert slot.lora is not None
-        return merged(local, Box(tuple(offset), tuple(shape)), *factors, slot.lora, dtype or local.dtype)
-
-    @torch.no_grad()
-    def whole(self, slot: Slot, dtype: torch.dtype | None, use: bool = True) -> Tensor:
-        """The complete parameter, the adapter added, cast: before it is gathered, where ranks hold parts of it.
-
-        Args:
-            use: whether it is wanted on this rank; if not, it only takes part.
-        """
-        if is_cut(slot.parameter):
-            return joined(slot.parameter, self.part(slot, dtype))
-        factors = self._factors(slot)
-        if factors is None:
-            return self._read(slot, dtype or slot.dtype)
-        tensor = self._read(slot, slot.dtype)
-        assert slot.lora is not None
-        return merged(tensor, Box.whole(tensor.shape), *factors, slot.lora, dtype or tensor.dtype) if use else tensor
-
-    def _factors(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """A and B of its adapter, whole."""
-        if slot.lora is None:
-            return None
-        a, b = (self._read(factor, factor.dtype) for factor in (slot.lora.a, slot.lora.b))
-        return a, b
-
-    def _read(self, slot: Slot, dtype: torch.dtype) -> Tensor:
-        if slot.flat is not None:
-            return slot.flat.whole(dtype)
-        tensor: Any = slot.parameter.detach()
-        return joined(tensor, tensor.to_local().to(dtype)) if is_sharded(tensor) else tensor.to(dtype)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return merged(local, Box(tuple(offset), tuple(shape)), *factors, slot.lora, dtype or local.dtype)
 
 
-@contextlib.contextmanager
-def _collected(slot: Slot) -> Iterator[None]:
-    """A parameter and its adapter are whole within, if ZeRO-3 shares them out. Those that are whole anyway stay so.
+@torch.no_grad()
+def _whole(slot: Slot, dtype: torch.dtype | None, use: bool = True) -> Tensor:
+    """The complete parameter, the adapter added, cast: before it is gathered, where ranks hold parts of it. Called on all ranks alike.
 
-    One by one: of several that it gathers together, DeepSpeed waits for the last, which with gloo says nothing of the others.
+    Args:
+        use: whether it is wanted on this rank; if not, it only takes part.
     """
-    needed = (slot,) if slot.lora is None else (slot, slot.lora.a, slot.lora.b)
-    with contextlib.ExitStack() as stack:
-        for parameter in (s.parameter for s in needed):
-            if is_zero3(parameter) and parameter.ds_status.name != "AVAILABLE":
-                import deepspeed
+    if is_cut(slot.parameter):
+        return joined(slot.parameter, _part(slot, dtype))
+    factors = _factors(slot)
+    if slot.lora is None or factors is None:
+        return _read(slot, dtype or slot.dtype)
+    tensor = _read(slot, slot.dtype)
+    return merged(tensor, Box.whole(tensor.shape), *factors, slot.lora, dtype or tensor.dtype) if use else tensor
 
-                stack.enter_context(deepspeed.zero.GatheredParameters([parameter]))
-        yield
+
+def _factors(slot: Slot) -> tuple[Tensor, Tensor] | None:
+    """A and B of its adapter, whole."""
+    return None if slot.lora is None else (_read(slot.lora.a, slot.lora.a.dtype), _read(slot.lora.b, slot.lora.b.dtype))
+
+
+def _read(slot: Slot, dtype: torch.dtype) -> Tensor:
+    """A parameter, whole and cast."""
+    if slot.flat is not None:
+        return slot.flat.whole(dtype)
+    parameter = slot.parameter
+    if is_zero3(parameter):
+        return joined_zero3(parameter, dtype)
+    tensor: Any = parameter.detach()
+    return joined(tensor, tensor.to_local().to(dtype)) if is_sharded(tensor) else tensor.to(dtype)

@@ -26,9 +26,10 @@ PEFT = (
 )
 ACCELERATE = ("llama+accelerate", "llama+tied+accelerate", "llama+acceleratemixed", "llama+tied+acceleratemixed", "llama+peft+accelerate")
 ZERO3 = ("zero3", "tied+zero3", "zero3persist", "ac+zero3", "peft+zero3", "peftsave+zero3", "peft+zero3persist", "llama+tied+peft+zero3")
+MEMORY = ("memory+ddp", "memory+fsdp2", "memory+fsdp2columns", "memory+fsdp1", "memory+zero3", "memory+peft+fsdp2", "memory+peft+fsdp1")
 
 
-@pytest.mark.parametrize("kinds", [TORCH, PEFT, ACCELERATE, ZERO3], ids=["torch", "peft", "accelerate", "zero3"])
+@pytest.mark.parametrize("kinds", [TORCH, PEFT, ACCELERATE, ZERO3, MEMORY], ids=["torch", "peft", "accelerate", "zero3", "memory"])
 def test_two_ranks(kinds: tuple[str, ...], tmp_path: Path) -> None:
     """All that `model_cases.check` holds against them."""
     for found in run_ranks(weights_worker.__file__, kinds, tmp_path, 600):

@@ -1,10 +1,14 @@
 """One of two ranks that tries `weights_from` on models as trainers' own packages prepare them: DeepSpeed ZeRO-3, accelerate's FSDP2.
 
     python weights_worker.py RANK STORE OUT KIND...
+
+A kind that begins with "memory+" is about the memory that reading takes, with larger parameters.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
@@ -17,6 +21,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "weight_sync"))
 import model_cases
 import torch
 import torch.distributed as dist
+from rollsync.weight_sync.ranks import DistRanks
+from rollsync.weight_sync.sources import weights_from
 from torch import nn
 
 
@@ -60,6 +66,40 @@ model_cases.WRAPPINGS |= {
     "acceleratemixed": lambda m: accelerated(m, "bf16"),
 }
 model_cases.UNLIKE |= {"tied+zero3"}  # what DeepSpeed's own accessor says of the embedding is not the plain model's either
+
+
+def used(field: str) -> int:
+    """This process's memory in bytes: VmRSS now, VmHWM the most since it was reset."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(words[1]) << 10 for words in lines if words[0] == f"{field}:")
+
+
+def check_memory(kind: str) -> None:
+    """Reading takes no more than three times the largest parameter beside the model: streamed and shared out, as it is and in bfloat16."""
+    small = model_cases.V, model_cases.D
+    model_cases.V, model_cases.D = 16381, 512
+    model = model_cases.make(kind.removeprefix("memory+"))[0]
+    largest = model_cases.V * model_cases.D * 4
+    for dtype in (None, torch.bfloat16):
+        for share in (False, True):
+            weights = weights_from(model, dtype=dtype)
+            source = weights.share(DistRanks()) if share else weights
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            dist.barrier()
+            Path("/proc/self/clear_refs").write_text("5")
+            before = used("VmRSS")
+            for _ in source:
+                pass
+            assert (took := used("VmHWM") - before) < 3 * largest, f"{took / largest:.1f} times the largest, in {dtype}, shared: {share}"
+    model_cases.V, model_cases.D = small
+
+
+def check(kind: str, check: Any = model_cases.check) -> None:
+    (check_memory if kind.startswith("memory+") else check)(kind)
+
+
+model_cases.check = check
 
 if __name__ == "__main__":
     model_cases.main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
