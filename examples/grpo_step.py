@@ -18,7 +18,7 @@ from rollsync import RolloutClient, SamplingParams
 from rollsync.kernels.logprobs import token_logprobs
 from rollsync.trainer_adapters import parity
 from rollsync.weight_sync.sender import WeightSender
-from rollsync.weight_sync.sources import ModuleSource
+from rollsync.weight_sync.sources import weights_from
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def main(folder: str, url: str, steps: int) -> None:
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     parity.make_parity(model)
-    with RolloutClient(url) as client, WeightSender(url, ModuleSource(model)) as sender:
+    with RolloutClient(url) as client, WeightSender(url, weights_from(model)) as sender:
         for step in range(steps):
             params = SamplingParams(max_tokens=24, temperature=TEMPERATURE, top_p=TOP_P, seed=step)
             results = client.rollouts(PROMPTS, n=4, sampling_params=params).results

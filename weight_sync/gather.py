@@ -49,15 +49,17 @@ def joined(sharded: Any, local: Tensor) -> Tensor:
     cut = [axis for axis, placement in enumerate(sharded.placements) if isinstance(placement, Shard)]
     if not cut:
         return local
-    if not is_cut(sharded) or len(cut) > 1 or sharded.placements[cut[0]].dim != 0 or not shape:
-        whole: Tensor = DTensor.from_local(
-            local, mesh, sharded.placements, run_check=False, shape=shape, stride=sharded.stride()
-        ).full_tensor()
-        return whole
-    size = mesh.size(cut[0])
-    width, rows = torch.Size(shape[1:]).numel(), -(-shape[0] // size)
-    ends = [min(rank * rows, shape[0]) * width for rank in range(size + 1)]
-    return _received(local.reshape(-1), ends, mesh.get_group(cut[0])).view(shape)
+    if not is_cut(sharded) or len(cut) > 1:
+        whole = DTensor.from_local(local, mesh, sharded.placements, run_check=False, shape=shape, stride=sharded.stride())
+        return whole.full_tensor()
+    dim, size = sharded.placements[cut[0]].dim, mesh.size(cut[0])
+    many = -(-shape[dim] // size)
+    ends = [min(rank * many, shape[dim]) for rank in range(size + 1)]
+    group = mesh.get_group(cut[0])
+    if dim == 0:
+        width = torch.Size(shape[1:]).numel()
+        return _received(local.reshape(-1), [end * width for end in ends], group).view(shape)
+    return _received_within(local, dim, ends, shape, group)
 
 
 def joined_zero3(parameter: Any, dtype: torch.dtype) -> Tensor:
@@ -93,6 +95,18 @@ def _received(own: Tensor, ends: Sequence[int], group: Any) -> Tensor:
     for sender, size in enumerate(sizes):
         if size:
             dist.broadcast(out[ends[sender] : ends[sender + 1]], dist.get_global_rank(group, sender), group=group)
+    return out
+
+
+def _received_within(own: Tensor, dim: int, ends: Sequence[int], shape: Sequence[int], group: Any) -> Tensor:
+    """[shape]: the parts of all ranks side by side in `dim`, each received and put into its place."""
+    rank, out = dist.get_rank(group), own.new_empty(shape)
+    for sender, (first, last) in enumerate(itertools.pairwise(ends)):
+        if last > first:
+            place = out.narrow(dim, first, last - first)
+            part = own.contiguous() if sender == rank else torch.empty_like(place, memory_format=torch.contiguous_format)
+            dist.broadcast(part, dist.get_global_rank(group, sender), group=group)
+            place.copy_(part)
     return out
 
 

@@ -28,9 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from safetensors.torch import load_file
+from rollsync.weight_sync import gather
 from rollsync.weight_sync.control import UpdateError
 from rollsync.weight_sync.sender import DistRanks, WeightSender
-from rollsync.weight_sync.sources import ModuleSource
+from rollsync.weight_sync.sources import ModuleSource, weights_from
 from rollsync.weight_sync.transports.collective import Group
 from rollsync.weight_sync.transports.shards import Reshard
 
@@ -44,7 +45,7 @@ def counted(self, buffer, peer, what=""):
 Group.send = counted
 def refuse(*args, **more):
     raise AssertionError("a gather")
-DTensor.full_tensor = DTensor.redistribute = refuse
+DTensor.full_tensor = DTensor.redistribute = gather._received = gather._received_within = refuse
 transport = Reshard(timeout_s=30)
 
 def module_of(path, add):
@@ -70,8 +71,9 @@ class Cut(ModuleSource):
 for line in sys.stdin:
     path, fault = json.loads(line)
     sent.clear()
-    source = (Cut if fault and rank == 1 else ModuleSource)(module_of(path, 0), rank=rank)
-    assert all(isinstance(p, DTensor) for p in source._tensors.values())
+    model = module_of(path, 0)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    source = Cut(model, rank=rank) if fault and rank == 1 else weights_from(model)
     with WeightSender(url, source, transport=transport, ranks=DistRanks(), bucket_bytes=bucket_bytes) as sender:
         sender.close = lambda: None  # its groups serve the next sender
         try:
