@@ -35,6 +35,8 @@ from .rows import derived_seed as derived_seed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+DIGESTS_S = 300.0
+"""how long a server may read its weights"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +265,7 @@ class UrlTarget:
     def _check_held(self, digests: dict[str, int]) -> None:
         """UpdateError if what servers hold is not what was sent: somebody else updates them."""
         for url in self.urls:
-            with RolloutClient(url, self._token, self._timeout_s) as client:
+            with RolloutClient(url, self._token, max(self._timeout_s, DIGESTS_S)) as client:
                 held = client.digests()["digests"]
             if differ := sorted(name for name, value in digests.items() if held.get(name, f"{value:016x}") != f"{value:016x}"):
                 shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")

@@ -134,7 +134,8 @@ def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = Fals
 
     Raises:
         TypeError: not a trainer that samples this way; it names which way it does.
-        ValueError: the trainer was made to sample by another engine, or a setting of it has no meaning here.
+        ValueError: the trainer was made to sample by another engine, a setting has no meaning here, or its model cannot be sent.
+        TargetError: no engine is there, or its model is not the trainer's; what fails on one rank, on all.
     """
     _check_trainer(trainer)
     sampling_params(trainer)  # refuses what it cannot pass on
@@ -144,7 +145,11 @@ def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = Fals
         score_by_engine(trainer, **({} if parity is True else parity))
     ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
     generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
-    agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
+    try:
+        agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
+    except BaseException:
+        generation.close()
+        raise
     trainer.vllm_generation = generation
     trainer.vllm_mode = "colocate"  # looked at for the context length only, which is then the engine's (`llm`), not the model's
     trainer._last_loaded_step = -1
