@@ -150,6 +150,47 @@ def test_somebody_else_updates_the_server(folder: str, server: Server, tmp_path:
     generation.target.close()
 
 
+def test_a_server_that_does_not_hold_what_was_sent(folder: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's weights came in between: the first sync looks."""
+    model, other = load(folder), load(folder)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2.0)
+    sync = WeightSender.sync
+
+    def raced(self: Any, *args: Any, **kw: Any) -> Any:
+        report = sync(self, *args, **kw)
+        with WeightSender(server.url, weights_from(other)) as sender:
+            sync(sender)
+        return report
+
+    target = UrlTarget([server.url])
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightSender, "sync", raced)
+        with pytest.raises(UpdateError, match=r"does not hold the weights that were just sent \(model.norm.weight differ\)"):
+            target.sync(weights_from(model), 1, Alone())
+    assert target.version is None
+    target.sync(weights_from(model), 1, Alone())
+    target.close()
+
+
+def test_a_run_goes_on_when_one_of_two_servers_dies(folder: str, server: Server, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Killing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                second.kill()
+
+    with serving(folder, *FLAGS) as second:
+        trainer = grpo(folder, tmp_path, max_steps=3)
+        trainer.add_callback(Killing())
+        generation = attach(trainer, [server.url, second.url])
+        trainer.train()
+        assert generation.num_syncs == 3 and list(generation.last_sync.failed) == [second.url]
+        assert len(logged(trainer, "reward")) == 3 and max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-5
+        generation.close()
+
+
 def test_a_server_that_speaks_another_protocol(folder: str, tmp_path: Path) -> None:
     class Old(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
