@@ -15,6 +15,9 @@ import pytest
 import torch
 from rollsync import Engine, RolloutClient, RolloutRequest, SamplingParams
 from rollsync.rollout.selftest.model import write_model
+from rollsync.weight_sync.control import UpdateError
+from rollsync.weight_sync.sender import WeightSender
+from rollsync.weight_sync.sources import TensorSource
 from safetensors.torch import load_file, save_file
 from trainers import Trainers
 
@@ -156,6 +159,40 @@ def test_a_fault_of_the_trainer(server: Any, trainers: Trainers, models: list[st
         check_old_weights(server, expected, apply, touched=not told_before)
         if apply == "in_place":
             assert "report" in sync(server, trainers, models[0], transport, options={"apply": apply})
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor[:64]])
+
+
+Q, MLP = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "a row fewer": {Q: lambda t: t[:-1]},
+    "transposed": {MLP: lambda t: t.T},
+    "flattened": {Q: torch.Tensor.flatten},
+    "two of them": {Q: lambda t: t[:-1], "model.norm.weight": lambda t: t[None]},
+    "a vocabulary without the padding": {EMBED: lambda t: t[:-64], HEAD: lambda t: t[:-64]},
+    "a resized vocabulary": {EMBED: _padded, HEAD: _padded},
+}
+
+
+@pytest.mark.parametrize("what", OTHER_SHAPES)
+def test_other_shapes_are_refused_by_name_before_a_byte_moves(server: Any, models: list[str], what: str) -> None:
+    """Rows of the vocabulary too: none is cut off or made up."""
+    before, version = sample(server), state(server)["weights"]["version"]
+    tensors = load_file(f"{models[1]}/model.safetensors")
+    assert tensors[MLP].shape[0] != tensors[MLP].shape[1]
+    changed = {name: change(tensors[name]).contiguous() for name, change in OTHER_SHAPES[what].items()}
+    with WeightSender(server.url, TensorSource({**tensors, **changed})) as sender, pytest.raises(UpdateError) as refused:
+        sender.sync()
+    words = str(refused.value)
+    assert "answered 422" in words and "in open" in words
+    for name, tensor in changed.items():
+        assert f"{name} is {list(tensor.shape)}, must be {list(tensors[name].shape)}" in words
+    assert (sample(server), state(server)["weights"]["version"]) == (before, version)
+    with WeightSender(server.url, TensorSource(tensors)) as sender:
+        assert sender.sync().version == version + 1
 
 
 @pytest.mark.usefixtures("clean")
