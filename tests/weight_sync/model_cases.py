@@ -107,6 +107,16 @@ def peft(model: nn.Module, **options: Any) -> nn.Module:
     return found
 
 
+def peft_rows(model: nn.Module) -> nn.Module:
+    """Over layers that keep their weight as [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    for layer in layers_of(model):
+        torch.manual_seed(7)
+        layer.self_attn.v_proj = Conv1D(D, D)  # type: ignore[union-attr, assignment]
+    return peft(model, target_modules=["v_proj"], fan_in_fan_out=True)
+
+
 def spread(model: nn.Module, replicas: int = 0, **options: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -205,6 +215,8 @@ WRAPPINGS: dict[str, Any] = {
     "fsdp1flat": lambda m: fsdp1(m, use_orig_params=False),
     "peft": peft,
     "peftsave": lambda m: peft(m, modules_to_save=["lm_head"]),
+    "peftembed": lambda m: peft(m, target_modules=["embed_tokens", "q_proj"]),
+    "peftrows": peft_rows,
 }
 
 

@@ -45,7 +45,7 @@ def run_ranks(script: str, kinds: tuple[str, ...], root: Path, timeout_s: float)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(model_cases.__file__, RANKED, tmp_path_factory.mktemp("ranks"), 60)
+    return run_ranks(model_cases.__file__, RANKED, tmp_path_factory.mktemp("ranks"), 300)
 
 
 @pytest.mark.parametrize("kind", RANKED)
@@ -59,7 +59,7 @@ def test_alone(kind: str) -> None:
     model_cases.check(kind)
 
 
-@pytest.mark.parametrize("kind", ["peft", "peftsave", "compile+peft", "peft+regional"])
+@pytest.mark.parametrize("kind", ["peft", "peftsave", "peftembed", "peftrows", "compile+peft", "peft+regional"])
 def test_lora_is_merged_into_copies(kind: str) -> None:
     pytest.importorskip("peft")
     model_cases.check(kind)

@@ -21,7 +21,7 @@ TORCH = (
 )
 PEFT = (
     *("peft+ddp", "peftsave+ddp", "peft+compile+ddp", "peft+fsdp2", "peftsave+fsdp2", "peft+fsdp2mixed", "peft+partly", "peft+ac+fsdp2"),
-    *("peft+fsdp2columns", "peft+hsdp", "peft+fsdp2apart", "llama+tied+peft+fsdp2"),
+    *("peft+fsdp2columns", "peft+hsdp", "peft+fsdp2apart", "peftembed+fsdp2", "peftrows+fsdp2", "peftembed+fsdp1", "llama+tied+peft+fsdp2"),
     *("peft+fsdp1", "peftsave+fsdp1", "peft+fsdp1apart", "llama+peft+fsdp1"),
 )
 ACCELERATE = ("llama+accelerate", "llama+tied+accelerate", "llama+acceleratemixed", "llama+tied+acceleratemixed", "llama+peft+accelerate")
