@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .memory import Region
+from .memory import Region, trim
 from .priority import give_way
 
 
@@ -96,6 +96,7 @@ class ReferenceKv:
 
     def release(self) -> None:
         self.k = self.v = torch.empty(0)
+        trim()
 
     def close(self) -> None:
         self.k = self.v = torch.empty(0)

@@ -47,3 +47,10 @@ class Region:
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
+
+
+def trim() -> None:
+    """Have malloc give back to the system what torch has freed: it keeps what lies between things that live. glibc only."""
+    give_back = getattr(_LIBC, "malloc_trim", None)
+    if give_back is not None:
+        give_back(ctypes.c_size_t(0))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .memory import Region
+from .memory import Region, trim
 from .native_lib import NativeLibrary
 
 DTYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -145,6 +145,7 @@ class ReferenceWeights:
         for name in self.tensors.keys() - self._lent:
             del self.tensors[name]
         self._shadow.clear()
+        trim()
 
     def resume(self) -> None:
         self.tensors.update(_zeros({name: spec for name, spec in self.specs.items() if name not in self.tensors}, self.dtype))

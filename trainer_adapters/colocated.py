@@ -113,8 +113,7 @@ class ColocatedEngine:
     def close(self) -> None:
         """Free everything. Twice is fine; waits for nobody."""
         if not self._closed:
-            self._closed = True
-            self.version = None
+            self._closed, self.awake, self.version = True, False, None
             self.engine.close()
             self._leave()
 

@@ -51,7 +51,8 @@ def compute_dtype(model: Any, mixed_precision: str | None = None) -> str:
         policy = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_mp_policy", None)
         if policy is not None and policy.param_dtype is not None:
             return _checked(str(policy.param_dtype), "that is FSDP2's param_dtype")
-    names = sorted({str(p.dtype) for p in model.parameters() if p.dtype.is_floating_point})
+    named = ((name, p) for name, p in model.named_parameters() if "lora_" not in name)  # peft keeps adapters in float32
+    names = sorted({str(p.dtype) for _, p in named if p.dtype.is_floating_point})
     if len(names) != 1:
         raise ValueError(f"the model's parameters are of {', '.join(names) or 'no floating dtype'}: give dtype, as its forward pass has it")
     return _checked(names[0], "that is the dtype of its parameters")

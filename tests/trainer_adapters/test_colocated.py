@@ -84,6 +84,16 @@ def test_memory_is_the_systems_while_the_trainer_trains() -> None:
         assert rss["after"] - rss["before"] < 0.8 * weights
 
 
+def test_plain_torch_gives_its_weights_back_too() -> None:
+    model = fresh(torch.float32, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    with ColocatedEngine(model, kernels="reference", **OPTIONS) as engine:
+        for _ in range(2):
+            with engine.generating():
+                kept = [torch.ones(1000) for _ in range(100)]  # so that malloc's heap has no free end
+        report = engine.last_phase
+    assert report is not None and report.freed_bytes["weights"] > 0.8 * report.synced_bytes and kept
+
+
 def test_the_trainers_state_is_as_it_was() -> None:
     model = fresh().train()
     model.model.layers[0].eval()

@@ -7,9 +7,12 @@ from typing import Any
 
 import colocated_runs
 import pytest
+import torch
+from rollsync import SamplingParams
+from rollsync.trainer_adapters import parity
 from rollsync.trainer_adapters.colocated import ColocatedEngine
 from rollsync.trainer_adapters.trl import attach
-from trl_cases import chats, grpo, logged, write_text_model
+from trl_cases import chats, grpo, load, logged, write_text_model
 
 pytestmark = pytest.mark.adapters
 
@@ -26,6 +29,42 @@ def test_every_rank_samples_the_trainers_bits(mixed: str, dtype: str, ranks: lis
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["late"].startswith("TargetError: at generate: trainer rank 0 waited for the others (at most 5 s)")
+
+
+def test_an_accelerators_autocast_is_the_engines_dtype(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare(load(write_text_model(tmp_path / "model")))
+    parity.make_parity(model)
+    with ColocatedEngine(accelerator, threads=1, memory_bytes=16 << 20) as engine:
+        assert engine.info.dtype == "bfloat16"
+        for _ in range(2):
+            with engine.generating():
+                outputs = engine.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=5))
+            assert parity.check(model, outputs).equal
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+
+
+def test_adapters_are_merged_on_the_way_and_left_alone(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(load(write_text_model(tmp_path / "model"), torch.bfloat16), LoraConfig(target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with ColocatedEngine(model, threads=1, memory_bytes=16 << 20) as engine:
+        with engine.generating():
+            outputs = engine.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=5))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    merged = model.merge_and_unload()
+    assert parity.check(merged, outputs).equal
+    with pytest.raises(ValueError, match="belongs to an adapter"):
+        ColocatedEngine(get_peft_model(merged, LoraConfig(target_modules=["q_proj"])), share=True, threads=1, memory_bytes=16 << 20)
 
 
 def test_trl_trains_with_an_engine_that_sleeps_meanwhile(tmp_path: Path) -> None:
