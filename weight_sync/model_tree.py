@@ -102,7 +102,7 @@ class _Walk:
     def _is_wrapper(self, module: nn.Module, name: str) -> bool:
         """Whether a module keeps under this name what it wraps, so that it is no part of the wrapped one's names."""
         if name == "module":
-            return isinstance(module, self._parallel)
+            return isinstance(module, self._parallel) or (len(module._modules) == 1 and not module._parameters)
         if name in ("base_model", "model"):
             return isinstance(module, self._peft)
         return name in _WRAPPERS

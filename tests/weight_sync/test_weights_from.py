@@ -18,6 +18,7 @@ if str(Path(__file__).parent) not in sys.path:
     sys.path.append(str(Path(__file__).parent))
 
 import model_cases
+import model_kinds
 
 RANKED = ("plain", "tied", "ddp", "fsdp2", "tied+fsdp2", "partly", "fsdp2mixed", "ac+fsdp2", "regional+fsdp2", "compile+ddp")
 
@@ -72,13 +73,13 @@ def unsupported(model: nn.Module, words: str) -> None:
 
 def test_what_lora_is_refused() -> None:
     peft = pytest.importorskip("peft")
-    unsupported(model_cases.peft(model_cases.tiny(False), use_dora=True), r"model.layers.0.self_attn.q_proj: adapter default is DoRA")
-    unsupported(model_cases.peft(model_cases.tiny(False), lora_bias=True, target_modules=["q_proj"]), "lora_bias")
-    tied = model_cases.peft(model_cases.tiny(True), target_modules=["embed_tokens"])
+    unsupported(model_kinds.peft(model_kinds.tiny(False), use_dora=True), r"model.layers.0.self_attn.q_proj: adapter default is DoRA")
+    unsupported(model_kinds.peft(model_kinds.tiny(False), lora_bias=True, target_modules=["q_proj"]), "lora_bias")
+    tied = model_kinds.peft(model_kinds.tiny(True), target_modules=["embed_tokens"])
     unsupported(tied, "lm_head.weight is tied to model.embed_tokens.weight, and LoRA")
-    model: Any = model_cases.peft(model_cases.tiny(False))
+    model: Any = model_kinds.peft(model_kinds.tiny(False))
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    model_cases.same(model_cases.read(model), model_cases.plain_weights(model_cases.peft(model_cases.tiny(False))), True)  # one is active
+    model_cases.same(model_cases.read(model), model_cases.plain_weights(model_kinds.peft(model_kinds.tiny(False))), True)  # one is active
     model.base_model.set_adapter(["default", "other"])
     unsupported(model, r"several adapters are active \(default, other\)")
     model.base_model.set_adapter("default")
@@ -88,7 +89,7 @@ def test_what_lora_is_refused() -> None:
     model.merge_adapter()
     with pytest.raises(UnsupportedModel, match="merged into the base weights already"):
         source.metadata()
-    ia3 = peft.get_peft_model(model_cases.tiny(False), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    ia3 = peft.get_peft_model(model_kinds.tiny(False), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     unsupported(ia3, "IA3 cannot be merged here")
 
 
@@ -96,7 +97,7 @@ def test_quantised_weights_are_refused_by_name() -> None:
     class Params4bit(nn.Parameter):
         pass
 
-    model: Any = model_cases.tiny(False)
+    model: Any = model_kinds.tiny(False)
     packed = Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
     model.model.layers[1].self_attn.v_proj.weight = packed
     unsupported(model, r"model.layers.1.self_attn.v_proj.weight is torch.uint8 \(Params4bit\): .*4-bit")
@@ -106,11 +107,14 @@ def test_the_text_tower_of_a_multimodal_model() -> None:
     """Its names are those of the text model; other towers are left out; names that nobody knows stay for the engine to refuse."""
     model: Any = nn.Module()
     model.model = nn.Module()
-    text = model_cases.tiny(False)
+    text = model_kinds.tiny(False)
     model.model.language_model, model.model.visual, model.lm_head = text.model, nn.Linear(2, 2), text.lm_head
-    model.value_head = nn.Linear(model_cases.D, 1)
+    model.value_head = nn.Linear(model_kinds.D, 1)
     names = [m.name for m in weights_from(model).metadata()]
     assert set(names) == {*dict(text.named_parameters()), "value_head.weight", "value_head.bias"}
+    outer: Any = nn.Module()
+    outer.module = text
+    assert [m.name for m in weights_from(outer).metadata()] == list(dict(text.named_parameters()))
     old: Any = nn.Module()
     old.language_model, old.vision_tower = text, nn.Linear(2, 2)
     assert [m.name for m in weights_from(old).metadata()] == list(dict(text.named_parameters()))

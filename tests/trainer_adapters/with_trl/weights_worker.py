@@ -19,6 +19,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 sys.path.append(str(Path(__file__).resolve().parents[2] / "weight_sync"))
 
 import model_cases
+import model_kinds
 import torch
 import torch.distributed as dist
 from rollsync.weight_sync.ranks import DistRanks
@@ -34,7 +35,7 @@ def zero3(model: nn.Module, persistent: int = 0, **options: Any) -> nn.Module:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     stage = {"stage": 3, "stage3_param_persistence_threshold": persistent, "stage3_prefetch_bucket_size": 0}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": stage, "zero_allow_untested_optimizer": True, **options}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=model_cases.LR)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=model_kinds.LR)
     engine: nn.Module = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     return engine
 
@@ -59,13 +60,13 @@ def accelerated(model: nn.Module, precision: str = "no") -> nn.Module:
     return prepared
 
 
-model_cases.WRAPPINGS |= {
+model_kinds.WRAPPINGS |= {
     "zero3": zero3,
     "zero3persist": lambda m: zero3(m, persistent=100),
     "accelerate": accelerated,
     "acceleratemixed": lambda m: accelerated(m, "bf16"),
 }
-model_cases.UNLIKE |= {"tied+zero3"}  # what DeepSpeed's own accessor says of the embedding is not the plain model's either
+model_kinds.UNLIKE |= {"tied+zero3"}  # what DeepSpeed's own accessor says of the embedding is not the plain model's either
 
 
 def used(field: str) -> int:
@@ -76,10 +77,10 @@ def used(field: str) -> int:
 
 def check_memory(kind: str) -> None:
     """Reading takes no more than three times the largest parameter beside the model: streamed and shared out, as it is and in bfloat16."""
-    small = model_cases.V, model_cases.D
-    model_cases.V, model_cases.D = 16381, 512
-    model = model_cases.make(kind.removeprefix("memory+"))[0]
-    largest = model_cases.V * model_cases.D * 4
+    small = model_kinds.V, model_kinds.D
+    model_kinds.V, model_kinds.D = 16381, 512
+    model = model_kinds.make(kind.removeprefix("memory+"))[0]
+    largest = model_kinds.V * model_kinds.D * 4
     for dtype in (None, torch.bfloat16):
         for share in (False, True):
             weights = weights_from(model, dtype=dtype)
@@ -92,7 +93,7 @@ def check_memory(kind: str) -> None:
             for _ in source:
                 pass
             assert (took := used("VmHWM") - before) < 3 * largest, f"{took / largest:.1f} times the largest, in {dtype}, shared: {share}"
-    model_cases.V, model_cases.D = small
+    model_kinds.V, model_kinds.D = small
 
 
 def check(kind: str, check: Any = model_cases.check) -> None:
