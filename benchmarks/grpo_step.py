@@ -31,7 +31,7 @@ def started(name: str, reaper: Reaper, args: argparse.Namespace) -> Worker:
     """A loaded side."""
     if name not in grpo_worker.SIDES:
         return start(name, reaper, args)
-    options = {key: getattr(args, key) for key in ("prompts", "samples", "tokens", "threads", "micro_batch")}
+    options = {key: getattr(args, key) for key in ("prompts", "samples", "tokens", "threads", "micro_batch", "weights")}
     engine = {"threads": args.threads} if args.threads else {}
     command = [sys.executable, "-m", "rollsync.benchmarks.peers.grpo_worker"]
     return Worker(name, command, reaper, args.model, {"side": name, "engine": {**engine, **args.engine_options}, **options})
@@ -120,6 +120,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="of each prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of each sample (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=16, help="rows of a backward pass (default: %(default)s)")
+    parser.add_argument(
+        "--weights", choices=("float32", "bfloat16"), default="float32",
+        help="of the trainers, which compute in bfloat16: TRL's own default (%(default)s), or what transformers generates faster with",
+    )  # fmt: skip
     parser.add_argument("--reps", type=int, default=3, help="counted steps of each side (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of torch and of our engine, each (default: all cores)")
     parser.add_argument("--engine-options", type=json.loads, default={}, metavar="JSON", help="options of our Engine")

@@ -57,7 +57,7 @@ def target_of(model: str, options: dict[str, Any]) -> Iterator[Any]:
 
 
 def new_trainer(model: str, options: dict[str, Any], folder: str, made: list[int]) -> Any:
-    """A stock GRPOTrainer in bfloat16 whose completions all have the same length; theirs go to `made`."""
+    """A stock GRPOTrainer that computes in bfloat16, whose completions all have the same length; theirs go to `made`."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,7 +77,7 @@ def new_trainer(model: str, options: dict[str, Any], folder: str, made: list[int
         report_to=[], disable_tqdm=True, logging_steps=1_000_000, mask_truncated_completions=False,
     )  # fmt: skip
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16), args=config, reward_funcs=rewards,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, options["weights"])), args=config, reward_funcs=rewards,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts(16 * options["prompts"])]),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
     )  # fmt: skip
