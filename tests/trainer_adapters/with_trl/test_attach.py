@@ -21,7 +21,7 @@ WITHOUT_TOOLS = ("1.0.0", "1.5.0")
 HERE = Path(__file__).parent
 
 
-def child(script: str, *args: str, version: str = "1.16.0", timeout_s: float = 240.0) -> dict[str, Any]:
+def child(script: str, *args: str, version: str = "1.16.0", timeout_s: float = 600.0) -> dict[str, Any]:
     """What a script of this folder found, with that TRL first on its path."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if version != "1.16.0":
