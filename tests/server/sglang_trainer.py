@@ -134,7 +134,7 @@ class Trainer:
         Args:
             path: the route, /collective_rpc or SGLang's.
             spoil: "name": of a tensor that nobody has; "drop": leave the last bucket out; "die": give up after the first bucket;
-                "copy": the buffer's bytes instead of a handle; "mute": say nothing after the first bucket, and hang up.
+                "copy": the buffer's bytes instead of a handle.
         """
         buckets: list[list[tuple[str, torch.Tensor, int]]] = [[]]
         used = 0
@@ -178,8 +178,6 @@ class Trainer:
                 if words or (spoil == "die" and i == 1):
                     say(RuntimeError("Some workers failed to update weights"))
                     return words.decode() or "given up"
-                if spoil == "mute" and i == 1:
-                    return "mute"
                 entry = [{"name": n, "dtype": t.dtype, "shape": t.shape, "offset": i % 2 * half + at} for n, t, at in bucket]
                 if spoil == "name" and i == 1:
                     entry[0]["name"] = "nobody.weight"

@@ -3,8 +3,10 @@ AReaL, SkyRL, prime-rl. After each the new weights are served to the bit, and wh
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -123,6 +125,25 @@ def test_slime_over_samples_aborts_until_idle_and_continues_the_partials_under_n
         assert (more, new_logprobs) == fresh(folders[1], (*PROMPT, *ids), 6, seed=seed)
         assert [s["version"] for s in meta["weight_versions"]] == ["3"]
     trainer.done("post", path="/destroy_weights_update_group", group_name="slime-pp_0")
+
+
+def test_slime_replays_what_top_p_kept(http: httpx.Client) -> None:
+    """Ids and offsets as its patched servers send them; logprobs are renormalised over those ids, and nothing comes without truncation."""
+
+    def sampled(**sampling: Any) -> Any:
+        common = {"max_new_tokens": 6, "sampling_seed": 2, "custom_params": {"return_top_p_token_ids": True}}
+        return ok(http, "/generate", {"input_ids": PROMPT, "sampling_params": {**common, **sampling}, "return_logprob": True})["meta_info"]
+
+    meta, plain = sampled(top_p=0.6), sampled()
+    ids, offsets = (array("i", base64.b64decode(meta[name])).tolist() for name in ("top_p_token_ids", "top_p_token_offsets"))
+    drawn = meta["output_token_logprobs"]
+    assert offsets[0] == 0 and offsets[-1] == len(ids) and len(offsets) == len(drawn) + 1
+    for (logprob, token, _), begin, end in zip(drawn, offsets[:-1], offsets[1:], strict=True):
+        assert token in ids[begin:end] and logprob <= 0.0 and (end - begin > 1 or logprob == 0.0)
+    asked = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "seed": 2, "top_p": 0.6, "logprobs": 0}}
+    choice = ok(http, "/inference/v1/generate", asked)["choices"][0]
+    assert [c["logprob"] for c in choice["logprobs"]["content"]] == [row[0] for row in drawn], "those of the distribution drawn from"
+    assert "top_p_token_ids" not in plain
 
 
 def test_slime_by_disk_loads_a_numbered_folder_inside_a_pause(http: httpx.Client, folders: list[Path]) -> None:

@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
     ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}, "top_logprobs_num"),
     ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
-    ({"input_ids": [1], "sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "sampling_params.custom_params"),
+    ({"input_ids": [1], "sampling_params": {"custom_params": {"temperature": 2}}}, "sampling_params.custom_params"),
     ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
     ({"input_ids": [1], "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}, "sampling_params.min_new_tokens"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}, {"stop_token_ids": [999]}]}, "sampling_params[1].stop_token_ids[0]"),

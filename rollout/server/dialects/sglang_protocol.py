@@ -23,6 +23,7 @@ from ..checks import (
     logit_bias,
     mapping,
     number,
+    object_schema,
     read,
     stops,
     string,
@@ -87,6 +88,7 @@ _tokens = integer(0, 1 << 31, "an int >= 0")
 _penalty = number(-2.0, 2.0)
 _unconstrained = only(why="output is not constrained")
 
+CUSTOM_FIELDS = (Field("return_top_p_token_ids", boolean, "add the ids each token could be drawn from, as slime reads them", False),)
 SAMPLING_FIELDS = (
     Field("max_new_tokens", _tokens, "new tokens at most; null: the room left in the context", MAX_NEW_TOKENS),
     Field("min_new_tokens", _tokens, "nothing ends a sample before this many tokens", 0),
@@ -111,7 +113,7 @@ SAMPLING_FIELDS = (
     Field("regex", _unconstrained, "refused"),
     Field("ebnf", _unconstrained, "refused"),
     Field("structural_tag", _unconstrained, "refused"),
-    Field("custom_params", only({}, why="there are no custom logit processors"), "only {}"),
+    Field("custom_params", Check(lambda path, value: read(value, CUSTOM_FIELDS, path), object_schema(CUSTOM_FIELDS)), "of slime's servers"),
     Field("stream_interval", only(1, why="tokens are sent as they come"), "only 1"),
 )
 _TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens")
@@ -189,6 +191,8 @@ class Asked:
     top: int
     mask: bool
     """whether the ids each token could be drawn from are wanted"""
+    kept: bool = False
+    """whether slime wants them; logprobs are then renormalised over them"""
 
     @property
     def params(self) -> SamplingParams:
@@ -205,6 +209,10 @@ class Asked:
             return words.replace("prompts[0].prompt_logprobs_start", "logprob_start_len").replace("prompts[0]", self.where)
 
         return type(error)(renamed(str(error)), field=error.field and renamed(error.field))
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +286,10 @@ def parse_generate(body: Any) -> GenerateRequest:
             raise NotSupported("top_logprobs_num has no prompt tokens: leave logprob_start_len at -1", field="top_logprobs_num")
         if path.endswith("]") or top not in shared:
             shared[top] = sampling_params(value["sampling_params"](i), path, top)
-        call = _call(got, kind, prompt, rid(i), shared[top], path, logprobs, start, listed)
+        kept = bool((value["sampling_params"](i).get("custom_params") or {}).get("return_top_p_token_ids")) and _truncates(shared[top][0])
+        call = _call(got, kind, prompt, rid(i), shared[top], path, logprobs, start, listed, kept)
         where, mask = f"{kind}[{i}]" if listed else kind, got.get("return_sampling_mask", False)
-        asked.append(Asked(call=call, where=where, logprobs=logprobs, start=start, top=top, mask=mask))
+        asked.append(Asked(call=call, where=where, logprobs=logprobs, start=start, top=top, mask=mask, kept=kept))
     samples = [a.params.n for a in asked]
     if len(set(samples)) > 1:
         raise BadRequest(f"sampling_params must ask for the same n for every prompt, got {sorted(set(samples))}", field="sampling_params")
@@ -304,6 +313,7 @@ def _call(
     logprobs: bool,
     start: int,
     listed: bool,
+    kept: bool,
 ) -> RolloutCall:
     params, how = sampling
     spec = PromptSpec(
@@ -317,8 +327,10 @@ def _call(
         add_special_tokens=True,
     )
     shown = ("model_logprobs" if params.temperature == 0 else "temperature_logprobs",) if logprobs else ()
-    if got.get("return_sampling_mask"):
-        if not (params.top_k or params.top_p < 1 or params.min_p):
+    if kept:
+        shown = (*shown, "sampling_mask")
+    elif got.get("return_sampling_mask"):
+        if not _truncates(params):
             why = "return_sampling_mask needs top_k, top_p or min_p: without them every id can be drawn"
             raise BadRequest(why, field="return_sampling_mask")
         shown = (*shown, "sampling_mask")

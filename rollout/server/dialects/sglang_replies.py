@@ -1,14 +1,18 @@
 """From samples to what SGLang's `/generate` replies, whole or so far.
 
 Logprobs are what that engine computes: log_softmax(logits / temperature), before penalties and truncation; at temperature 0, of
-temperature 1. The alternatives of `top_logprobs_num` are the likeliest of the distribution drawn from. A value that is not finite is null.
+temperature 1. With custom_params.return_top_p_token_ids they are renormalised over the ids kept. The alternatives of
+`top_logprobs_num` are the likeliest of the distribution drawn from. A value that is not finite is null.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterable
+from itertools import accumulate, chain
 from typing import Any
 
 from ....kernels.sampling_mask import SamplingMask
@@ -23,6 +27,11 @@ Row = list[Any]
 """[logprob, id, text or null]"""
 VersionText = Callable[[int], str]
 """what a version of the weights is called"""
+
+
+def _int32(values: Iterable[int]) -> str:
+    """In base64, as slime reads arrays."""
+    return base64.b64encode(array("i", values).tobytes()).decode()
 
 
 def _finite(value: float | None) -> float | None:
@@ -56,7 +65,7 @@ class Sample:
             self._shown += self._text.finish(ids, sample["stop_reason"]) if whole else self._text.push(ids)
         if self.asked.logprobs:
             self._take_logprobs(sample, ids, skip)
-        if self.asked.mask:
+        if self.asked.mask or self.asked.kept:
             mask = SamplingMask.from_wire(sample["sampling_mask"])[skip:]
             self._masks += [list(range(mask.vocab_size)) if row is None else row for row in mask]
             self._drawn += map(_finite, unpack_array(sample["logprobs"])[skip:])
@@ -66,7 +75,8 @@ class Sample:
             join_spans(self._spans, sample["weight_versions"], 0)
 
     def _take_logprobs(self, sample: dict[str, Any], ids: list[int], skip: int) -> None:
-        column = "model_logprobs" if self.asked.params.temperature == 0 else "temperature_logprobs"
+        column = "logprobs" if self.asked.kept else "temperature_logprobs"
+        column = "model_logprobs" if self.asked.params.temperature == 0 else column
         self._rows += (self._row(t, v) for t, v in zip(ids, unpack_array(sample[column])[skip:], strict=True))
         if self.asked.top:
             tables = [unpack_array(sample[name])[skip:] for name in ("top_token_ids", "top_logprobs")]
@@ -109,6 +119,9 @@ class Sample:
             meta["output_token_sampling_mask"] = self._masks
             meta["output_token_sampling_mask_length"] = len(self._masks)
             meta["output_token_sampling_logprobs"] = self._drawn
+        if self.asked.kept and meta["finish_reason"] is not None:
+            meta["top_p_token_ids"] = _int32(chain.from_iterable(self._masks))
+            meta["top_p_token_offsets"] = _int32(accumulate(map(len, self._masks), initial=0))
         shown: dict[str, Any] = {} if self._text is None else {"text": self._shown}
         shown |= {"output_ids": self._ids, "meta_info": meta}
         return {**shown, "prompt_token_ids": list(self._prompt_ids)} if prompt_ids else shown

@@ -50,6 +50,8 @@ _META = reply_schema(
     Item("output_top_logprobs", array(_ROWS), "the likeliest, of the distribution drawn from", always=False),
     Item("output_token_sampling_mask", array(array(INTEGER)), "per token the ids it could be drawn from, ascending", always=False),
     Item("output_token_sampling_mask_length", COUNT, always=False),
+    Item("top_p_token_ids", STRING, "with return_top_p_token_ids: those ids in a row, base64 of int32", always=False),
+    Item("top_p_token_offsets", STRING, "likewise: where each token's begin, and the end", always=False),
     Item("output_token_sampling_logprobs", array(nullable(NUMBER)), "of each token, renormalised over those ids", always=False),
 )
 _SAMPLE = (
