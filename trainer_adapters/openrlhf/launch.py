@@ -30,6 +30,10 @@ HELP = """Rollsync's own arguments, before OpenRLHF's:
 """
 
 
+class OtherOpenRLHF(ImportError):
+    """One whose calls this adapter does not answer."""
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """(`--rollsync.NAME` by name, OpenRLHF's arguments).
 
@@ -111,7 +115,7 @@ def runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run OpenRLHF's command line. What is wrong with the arguments ends it with one line, before Ray is started."""
+    """Run OpenRLHF's command line. What is wrong with the arguments ends it with one line, most of it before Ray is started."""
     argv = sys.argv[1:] if argv is None else list(argv)
     wants_help = "-h" in argv or "--help" in argv
     try:
@@ -123,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(HELP)
         else:
             _start_ray()
-    except (RollsyncError, ImportError) as error:
+        sys.argv = [CLI, *rest]
+        runpy.run_module(CLI, run_name="__main__", alter_sys=True)
+    except (RollsyncError, ModuleNotFoundError, OtherOpenRLHF) as error:
         sys.exit(f"rollsync.trainer_adapters.openrlhf: error: {error}")
-    sys.argv = [CLI, *rest]
-    runpy.run_module(CLI, run_name="__main__", alter_sys=True)
 
 
 def _prepare(own: Mapping[str, Any]) -> None:
@@ -135,7 +139,7 @@ def _prepare(own: Mapping[str, Any]) -> None:
     from .contract import MADE_FOR, differences, find_openrlhf
 
     if found := differences(find_openrlhf()):
-        raise ImportError(f"this OpenRLHF calls engines in other ways than {MADE_FOR}, which this adapter is made for: {'; '.join(found)}")
+        raise OtherOpenRLHF(f"this OpenRLHF calls engines in other ways than {MADE_FOR}, for which this is made: {'; '.join(found)}")
     install(own)
 
 
