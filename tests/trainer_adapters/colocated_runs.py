@@ -27,7 +27,7 @@ def run(root: Path, which: str) -> list[dict[str, Any]]:
     ]
     try:
         for process in processes:
-            words, _ = process.communicate(timeout=180)
+            words, _ = process.communicate(timeout=300)
             assert process.returncode == 0, words
     finally:
         for process in processes:

@@ -104,9 +104,9 @@ def failures(folder: str, rank: int) -> dict[str, Any]:
 
 def late(rank: int) -> str:
     """What rank 0 raises when rank 1 does not come."""
-    ranks = ranks_here(timeout_s=5)
+    ranks = ranks_here(timeout_s=10)
     if rank == 1:
-        time.sleep(8)
+        time.sleep(14)
         return ""
     return outcome(lambda: Lockstep(ranks).meet("generate"))
 

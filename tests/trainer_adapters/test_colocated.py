@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from rollsync import SamplingParams
+from rollsync.kernels.native_lib import available_builds
 from rollsync.rollout.errors import BadRequest, IllegalState
 from rollsync.rollout.selftest.model import tiny_config
 from rollsync.trainer_adapters import parity
@@ -66,6 +67,7 @@ def test_every_phase_samples_from_the_models_weights_bit_for_bit(dtype: torch.dt
         assert engine.last_phase is not None and engine.last_phase.version == 10
 
 
+@pytest.mark.skipif(not available_builds(), reason="no compiled kernels here")
 def test_memory_is_the_systems_while_the_trainer_trains() -> None:
     model = fresh(torch.bfloat16, hidden_size=512, intermediate_size=1024, vocab_size=8192, tie_word_embeddings=False)
     weights = sum(p.numel() for p in model.parameters()) * 2
