@@ -29,7 +29,7 @@ from rollsync.rollout.engine.control import Control
 from rollsync.rollout.replay import Mismatch as TraceMismatch
 from rollsync.rollout.replay import ReplayReport
 from rollsync.rollout.trace import TraceRecord
-from rollsync.trainer_adapters import colocated, parity, targets, trl
+from rollsync.trainer_adapters import colocated, parity, targets, trl, trl_async, trl_rollout_func
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.weight_sync import checkpoint_writer, model_weights, sender, sources
 from rollsync.weight_sync.control import UpdateError
@@ -51,7 +51,10 @@ SECTIONS: dict[str, list[Any]] = {
     "A trainer's bits": [
         parity.rollsync_parity, parity.make_parity, parity.parity_of, parity.check, parity.ParityReport, parity.ParityError
     ],
-    "Trainers": [trl.attach, trl.RollsyncGeneration, targets.target_of, targets.UrlTarget, TargetError],
+    "Trainers": [
+        trl.attach, trl.RollsyncGeneration, trl_async.rollout_worker, trl_async.weight_transfer, trl_rollout_func.rollout_func,
+        targets.target_of, targets.UrlTarget, TargetError,
+    ],
     "Sending weights": [sender.WeightSender, sender.SyncReport, Failure, UpdateError, sender.DistRanks, weight_digest.fast_fill],
     "What is sent": [
         sources.weights_from, model_weights.ModelWeights, sources.ModuleSource, sources.TensorSource, checkpoint_writer.write_folder

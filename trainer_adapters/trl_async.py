@@ -47,6 +47,7 @@ def rollout_worker(
     token: str | None = None,
     groups_in_flight: int | None = None,
     buffer: int | None = None,
+    first_group: int = 0,
     patience_s: float = 60.0,
     reward_timeout_s: float = 600.0,
     stop_timeout_s: float = 15.0,
@@ -68,6 +69,7 @@ def rollout_worker(
         groups_in_flight: None follows max_inflight_tasks.
         buffer: finished samples that may wait for the trainer, at most queue_maxsize; then no group begins. None: those of one version,
             so that with what is in flight nothing waits until it is too old.
+        first_group: how many groups to pass over, for a run that is resumed: rows and seeds follow from a group's number.
         patience_s: how long all servers may be unable to take prompts before the worker fails.
         reward_timeout_s: for the rewards of one group.
         stop_timeout_s: within which `stop()` ends everything.
@@ -98,7 +100,7 @@ def rollout_worker(
     )
     room = max(1, buffer or max(per_step * args.weight_sync_steps, args.num_generations))
     room = min(room, args.queue_maxsize) if args.queue_maxsize > 0 else room
-    return RolloutWorker(plan, train_dataset, tokenizer, funcs, weights, room)
+    return RolloutWorker(plan, train_dataset, tokenizer, funcs, weights, room, first_group)
 
 
 def weight_transfer(target: str | Sequence[str], *, model: Any = None, token: str | None = None, **options: Any) -> WeightTransfer:

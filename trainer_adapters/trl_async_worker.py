@@ -66,14 +66,21 @@ class RolloutWorker:
     """What stands in AsyncGRPOTrainer's `rollout_worker`. See `trl_async.rollout_worker`."""
 
     def __init__(
-        self, plan: Plan, dataset: Any, tokenizer: Any, reward_funcs: Sequence[RewardFunc], reward_weights: Sequence[float], buffer: int
+        self,
+        plan: Plan,
+        dataset: Any,
+        tokenizer: Any,
+        reward_funcs: Sequence[RewardFunc],
+        reward_weights: Sequence[float],
+        buffer: int,
+        first_group: int = 0,
     ) -> None:
         self.plan, self._dataset, self._tokenizer = plan, dataset, tokenizer
         self._funcs, self._weights = list(reward_funcs), list(reward_weights)
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=buffer)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=4096)
         self.model_version = 0
-        self._next_group = 0
+        self._next_group = first_group
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -173,16 +180,18 @@ class RolloutWorker:
     def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Rows of the dataset in its order, over and over, each with the number of its group; after a stop they go on."""
         skip = self._next_group
-        if skip and hasattr(self._dataset, "__len__"):
+        if hasattr(self._dataset, "__len__") and len(self._dataset):
             skip %= len(self._dataset)
         while True:
-            number = self._next_group
-            for i, row in enumerate(self._dataset):
-                if i >= skip:
-                    self._next_group += 1
-                    yield self._next_group - 1, dict(row)
-            skip = 0
-            if self._next_group == number:
+            found = False
+            for row in self._dataset:
+                found = True
+                if skip:
+                    skip -= 1
+                    continue
+                self._next_group += 1
+                yield self._next_group - 1, dict(row)
+            if not found:
                 raise TargetError(["the training dataset has no rows"])
 
     async def _group(self, fleet: AsyncRolloutFleet, group_id: int, row: dict[str, Any]) -> str | None:
