@@ -15,7 +15,6 @@ pytestmark = pytest.mark.adapters
 VERSIONS = ("1.0.0", "1.5.0", "1.10.0", "1.12.0", "1.14.0", "1.16.0")
 WITHOUT_TOOLS = ("1.0.0", "1.5.0")
 """they want a package more for tools"""
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
