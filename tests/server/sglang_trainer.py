@@ -128,8 +128,8 @@ class Trainer:
             "/update_weights_from_tensor", serialized_named_tensors=[serialized(flattened({}))], load_format="flattened_bucket", **body
         )
 
-    def serve_parameters(self, weights: str, path: str, device: str = "GPU-0", bucket_bytes: int = 40_000, spoil: str = "") -> Any:
-        """checkpoint-engine's parameter server on one rank: a buffer of two halves, filled in turn.
+    def serve_parameters(self, weights: str, path: str, ranks: int = 1, bucket_bytes: int = 40_000, spoil: str = "") -> Any:
+        """checkpoint-engine's parameter server: for each rank a buffer of two halves, filled in turn, and a socket.
 
         Args:
             path: the route, /collective_rpc or SGLang's.
@@ -147,34 +147,40 @@ class Trainer:
             used += size
         half = max(max(at + t.nbytes for _, t, at in bucket) for bucket in buckets)
         half = -(-half // 256) * 256
-        buffer = torch.empty(2 * half, dtype=torch.uint8).share_memory_()
-        socket = zmq.Context.instance().socket(zmq.REQ)
-        socket.rcvtimeo = 20_000
-        socket.linger = 0
-        address = f"ipc://@checkpoint-engine-{device}-{secrets.token_hex(4)}.sock"
-        socket.bind(address)
+        buffers = [torch.empty(2 * half, dtype=torch.uint8).share_memory_() for _ in range(ranks)]
+        sockets = [zmq.Context.instance().socket(zmq.REQ) for _ in range(ranks)]
+        where = {f"GPU-{rank}": f"ipc://@checkpoint-engine-{rank}-{secrets.token_hex(4)}.sock" for rank in range(ranks)}
+        for socket, address in zip(sockets, where.values(), strict=True):
+            socket.rcvtimeo, socket.linger = 20_000, 0
+            socket.bind(address)
         if path == "/collective_rpc":
-            body: dict[str, Any] = {"method": "update_weights_from_ipc", "args": [{device: address}], "timeout": 20}
+            body: dict[str, Any] = {"method": "update_weights_from_ipc", "args": [where], "timeout": 20}
         else:
-            body = {"zmq_handles": {device: address}, "flush_cache": True, "weight_version": "step 8"}
+            body = {"zmq_handles": where, "flush_cache": True, "weight_version": "step 8"}
         with self.meanwhile(path, **body) as told:
-            told.error = self._converse(socket, buffer, half, buckets, spoil)
-        socket.close()
+            told.error = self._converse(sockets, buffers, half, buckets, spoil)
+        for socket in sockets:
+            socket.close()
         return told.reply
 
-    def _converse(self, socket: Any, buffer: torch.Tensor, half: int, buckets: Any, spoil: str) -> str:
+    def _converse(self, sockets: list[Any], buffers: list[torch.Tensor], half: int, buckets: Any, spoil: str) -> str:
         def say(value: Any) -> None:
-            sent = io.BytesIO()
-            (pickle.Pickler if spoil == "copy" else ForkingPickler)(sent).dump(value)
-            socket.send(sent.getvalue())
+            for rank, socket in enumerate(sockets):
+                sent = io.BytesIO()
+                (pickle.Pickler if spoil == "copy" else ForkingPickler)(sent).dump(value(rank) if callable(value) else value)
+                socket.send(sent.getvalue())
+
+        def hear() -> bytes:
+            return b"".join([socket.recv() for socket in sockets])
 
         try:
-            say(torch.multiprocessing.reductions.reduce_tensor(buffer))
+            say(lambda rank: torch.multiprocessing.reductions.reduce_tensor(buffers[rank]))
             for i, bucket in enumerate(buckets[:-1] if spoil == "drop" else buckets):
                 for _, tensor, at in bucket:
                     begin = i % 2 * half + at
-                    buffer[begin : begin + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-                words = socket.recv()
+                    for buffer in buffers:
+                        buffer[begin : begin + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+                words = hear()
                 if words or (spoil == "die" and i == 1):
                     say(RuntimeError("Some workers failed to update weights"))
                     return words.decode() or "given up"
@@ -183,12 +189,12 @@ class Trainer:
                     entry[0]["name"] = "nobody.weight"
                 say(entry)
             for _ in range(2):  # the handle goes away; the end
-                words = socket.recv()
+                words = hear()
                 if words:
                     say(RuntimeError("Some workers failed to update weights"))
                     return words.decode()
                 say(None)
-            return socket.recv().decode()
+            return hear().decode()
         except zmq.Again:
             return "no answer"
 

@@ -191,6 +191,16 @@ def test_checkpoint_engine_hands_a_buffer_over_by_its_socket(
         assert version(http) == "step 8"
 
 
+@pytest.mark.slow
+def test_checkpoint_engine_has_a_socket_for_each_of_two_ranks(serving: Any, folders: list[Path]) -> None:
+    flags = (*FLAGS, "--allow-tensor-pickle", "--tp", "2")
+    with serving(*flags, model=str(folders[0]), factory=None) as two, ended(SglangTrainer(two.url)) as trainer:
+        reply = trainer.do("serve_parameters", weights=file_of(folders[1]), path="/update_weights_from_ipc", ranks=2)
+        assert reply["status"] == 200 and not reply.get("trainer_error"), reply
+        with httpx.Client(base_url=two.url, timeout=60) as http:
+            check_serves(http, folders[1])
+
+
 @pytest.mark.parametrize(
     "spoil, words, heard",
     [
