@@ -27,6 +27,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "cachetools": ("0", None),
 }
 """at least, below; the last three are of verl's extra `verl-core`, which `pip install verl` leaves out and `import verl.workers` needs"""
+WORKER_S = 240.0
 INSTALL = "pip install 'rollsync[verl]'"
 
 
@@ -108,8 +109,12 @@ def _lacking() -> list[str]:
 
 
 @contextmanager
-def own_ray(num_gpus: int = 2) -> Iterator[Any]:
-    """A Ray on this machine that ends with the block. Where there is no GPU it only counts some: verl asks for one per worker."""
+def own_ray(num_cpus: int = 4, num_gpus: int = 2) -> Iterator[Any]:
+    """A Ray on this machine that ends with the block. Where there is no GPU it only counts some: verl asks for one per worker.
+
+    Args:
+        num_cpus: as Ray counts them. It starts as many processes at once, so no more than needed.
+    """
     import ray
     import torch
 
@@ -117,7 +122,7 @@ def own_ray(num_gpus: int = 2) -> Iterator[Any]:
     hidden = None if gpus else os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray counts no more than are named there
     with tempfile.TemporaryDirectory(prefix="rs-ray-") as folder:  # sockets lie below it: the path must be short
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-        ray.init(address="local", num_cpus=16, num_gpus=gpus or num_gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
+        ray.init(address="local", num_cpus=num_cpus, num_gpus=gpus or num_gpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
         try:
             yield ray
         finally:
@@ -137,7 +142,7 @@ def in_workers(ray: Any) -> list[Finding]:
     for node, reference in zip(nodes, asked, strict=True):
         what = f"a Ray worker on {node['NodeManagerAddress']}"
         try:
-            words, problems = ray.get(reference, timeout=120)
+            words, problems = ray.get(reference, timeout=WORKER_S)
         except Exception as error:  # one that cannot import Rollsync cannot run this either
             words, problems = "", [f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"]
         found.append(Finding(what, words, tuple(problems)))

@@ -37,7 +37,7 @@ class RollsyncReplica(RolloutReplica):  # type: ignore[misc]
         for kind, asked in (("reward", is_reward_model), ("teacher", is_teacher_model)):
             if asked:
                 raise ConfigError(f"a {kind} model cannot be a {self.config.name} replica: it needs routes or values of another rollout")
-        replica_settings(self.config, model_config, replica_rank=replica_rank)
+        replica_settings(self.config, model_config)
         if self.nnodes != 1:
             raise ConfigError(f"a replica lives on one host: tensor_model_parallel_size {self.world_size} needs {self.nnodes}")
 
@@ -53,7 +53,7 @@ class RollsyncReplica(RolloutReplica):  # type: ignore[misc]
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=places[0][0], soft=False),
             runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
             max_concurrency=self.max_concurrency,
-        ).remote(self.config, self.model_config, self.rollout_mode.value, self.replica_rank, ",".join(devices) or None)
+        ).remote(self.config, self.model_config, self.rollout_mode.value, ",".join(devices) or None)
         async with asyncio.timeout(LAUNCH_TIMEOUT_S):
             await server.launch.remote(self.world_size)
         self.servers, self._server_handle = [server], server

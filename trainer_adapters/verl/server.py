@@ -32,14 +32,14 @@ class RollsyncServer:
         visible_devices: of CUDA; None leaves them as they are.
     """
 
-    def __init__(self, config: Any, model_config: Any, mode: str, replica_rank: int, visible_devices: str | None) -> None:
+    def __init__(self, config: Any, model_config: Any, mode: str, visible_devices: str | None) -> None:
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         import torch
 
-        self._config, self._model, self._mode, self._rank = config, model_config, mode, replica_rank
+        self._config, self._model, self._mode = config, model_config, mode
         on_gpu = bool(visible_devices) and torch.cuda.is_available()
-        self._settings = replica_settings(config, model_config, replica_rank=replica_rank, on_gpu=on_gpu, alone=mode == "standalone")
+        self._settings = replica_settings(config, model_config, on_gpu=on_gpu, alone=mode == "standalone")
         self._gate = Gate(self._settings.park_timeout_s)
         self._num_requests = 0
         self._inside: dict[str, str] = {}

@@ -52,7 +52,7 @@ class ReplicaSettings:
     repetition_penalty: float
     ignore_eos: bool
     seed: int | None
-    """full_determinism: what requests without a seed derive theirs from, with their id and the weights' version; None: the engine's own"""
+    """full_determinism: what requests without a seed derive theirs from, with their id and the weights' version; None: from the system's entropy"""
     frees_memory: bool
     """rollout.free_cache_engine: sleep and release_kv_cache give memory back"""
     sync_timeout_s: float
@@ -91,7 +91,7 @@ def refusals(rollout: Any, model: Any) -> list[str]:
     return found
 
 
-def replica_settings(rollout: Any, model: Any, *, replica_rank: int = 0, on_gpu: bool = False, alone: bool = True) -> ReplicaSettings:
+def replica_settings(rollout: Any, model: Any, *, on_gpu: bool = False, alone: bool = True) -> ReplicaSettings:
     """Settings of one replica.
 
     Args:
@@ -110,7 +110,7 @@ def replica_settings(rollout: Any, model: Any, *, replica_rank: int = 0, on_gpu:
     for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             problems.append(f"rollout.engine_kwargs.{NAME}.{name} must be a number of seconds > 0, got {value!r}")
-    engine = {**_engine_fields(rollout, replica_rank, on_gpu=on_gpu, alone=alone), **own}
+    engine = {**_engine_fields(rollout, on_gpu=on_gpu, alone=alone), **own}
     if frees and not alone:
         engine.setdefault("apply", "in_place")  # what it slept on is gone: there is nothing that a second copy would keep
     try:
@@ -119,7 +119,6 @@ def replica_settings(rollout: Any, model: Any, *, replica_rank: int = 0, on_gpu:
         problems.append(f"rollout.engine_kwargs.{NAME}: {error}")
     if problems:
         raise ConfigError(f"rollout.name={NAME} cannot run these settings: {'; '.join(problems)}")
-    seed = field_of(rollout, "seed", 0)
     return ReplicaSettings(
         engine=engine,
         column=LOGPROBS[field_of(rollout, "logprobs_mode")],
@@ -127,20 +126,19 @@ def replica_settings(rollout: Any, model: Any, *, replica_rank: int = 0, on_gpu:
         response_length=field_of(rollout, "response_length", 512),
         repetition_penalty=field_of(rollout, "repetition_penalty", 1.0),
         ignore_eos=field_of(rollout, "ignore_eos", False),
-        seed=seed if field_of(rollout, "full_determinism", False) else None,
+        seed=field_of(rollout, "seed", 0) if field_of(rollout, "full_determinism", False) else None,
         frees_memory=frees,
         **limits,
     )
 
 
-def _engine_fields(rollout: Any, replica_rank: int, *, on_gpu: bool, alone: bool) -> dict[str, Any]:
+def _engine_fields(rollout: Any, *, on_gpu: bool, alone: bool) -> dict[str, Any]:
     load_format = str(field_of(rollout, "load_format", "auto"))
     fields = {
         "load_format": "dummy" if "dummy" in load_format else load_format,
         "dtype": DTYPES.get(field_of(rollout, "dtype", "auto")),
         "max_model_len": field_of(rollout, "max_model_len"),
         "tp": field_of(rollout, "tensor_model_parallel_size", 1),
-        "seed": field_of(rollout, "seed", 0) + replica_rank,
         "max_num_seqs": min(field_of(rollout, "max_num_seqs", 256), 4096),
         "max_batch_tokens": field_of(rollout, "max_num_batched_tokens", 1024),
         "prefix_cache": field_of(rollout, "enable_prefix_caching", True),

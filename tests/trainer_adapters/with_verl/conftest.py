@@ -67,7 +67,7 @@ def cluster() -> Iterator[None]:
     """A Ray of these tests' own."""
     from rollsync.trainer_adapters.verl.check import own_ray
 
-    with own_ray():
+    with own_ray(num_cpus=7):
         yield
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.adapters
 
 def checked(*arguments: str, **environment: str) -> tuple[int, str]:
     command = [sys.executable, "-W", "ignore", "-m", "rollsync.rollout.cli", "verl-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment})
     return done.returncode, done.stdout
 
 

@@ -125,7 +125,7 @@ class LocalServer:
 
 async def local_server(monkeypatch: Any, folder: str, config: RolloutConfig, mode: str) -> LocalServer:
     """Launched, and what `RollsyncRollout` finds."""
-    server = RollsyncServer(config, model_config(folder), mode, 0, None)
+    server = RollsyncServer(config, model_config(folder), mode, None)
     await server.launch(config.tensor_model_parallel_size)
     local = LocalServer(server)
     monkeypatch.setattr(importlib.import_module("rollsync.trainer_adapters.verl.rollout"), "find_server", lambda rank: local)
