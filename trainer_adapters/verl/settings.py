@@ -52,7 +52,7 @@ class ReplicaSettings:
     repetition_penalty: float
     ignore_eos: bool
     seed: int | None
-    """full_determinism: what requests without a seed derive theirs from, with their id and the weights' version; None: from the system's entropy"""
+    """full_determinism: what seeds are made from, with a request's id and the weights' version; None: the system's entropy"""
     frees_memory: bool
     """rollout.free_cache_engine: sleep and release_kv_cache give memory back"""
     sync_timeout_s: float
