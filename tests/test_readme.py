@@ -126,7 +126,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for m in messages %}{{ m.content }};{% endfor %}"}))
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    config = {"chat_template": template, "eos_token": "~", "pad_token": "~", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
 
@@ -148,7 +150,10 @@ def url(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("index", range(len(blocks("python"))))
-def test_python_blocks_run(index: int, folder: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run(
+    index: int, folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # trainers write beside them
     code = blocks("python")[index].replace(MODEL, str(folder)).replace(URL, url)
     exec(compile(code, f"README.md, python block {index}", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 4

@@ -23,6 +23,7 @@ from ..weight_sync.ranks import Alone, DistRanks, Ranks
 from ..weight_sync.sources import weights_from
 from .targets import Facts, Target, agreed, check_model, check_rows, derived_seed, target_of
 from .trl_params import is_plain, sampling_params, stop_ids
+from .trl_parity import check_numerics, score_by_engine
 
 log = logging.getLogger(__name__)
 
@@ -139,17 +140,14 @@ def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = Fals
     """
     _check_trainer(trainer)
     sampling_params(trainer)  # refuses what it cannot pass on
-    if parity:
-        from .trl_parity import score_by_engine
-
-        score_by_engine(trainer, **({} if parity is True else parity))
     ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
-    generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
-    try:
+    with contextlib.ExitStack() as undo:  # a trainer that is refused stays as it was
+        if parity:
+            undo.callback(score_by_engine(trainer, **({} if parity is True else parity)))
+        generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
+        undo.callback(generation.close)
         agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
-    except BaseException:
-        generation.close()
-        raise
+        undo.pop_all()
     trainer.vllm_generation = generation
     trainer.vllm_mode = "colocate"  # looked at for the context length only, which is then the engine's (`llm`), not the model's
     trainer._last_loaded_step = -1
@@ -183,8 +181,6 @@ def _check_engine(trainer: Any, facts: Facts, parity: bool | Mapping[str, Any]) 
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
     trained_in = mixed or next(model.parameters()).dtype
     if parity:
-        from .trl_parity import check_numerics
-
         check_numerics(model, facts.fingerprint, facts.dtype, trained_in)
     elif (name := str(trained_in).removeprefix("torch.")) != facts.dtype:
         log.warning("the engine computes in %s and the trainer in %s: their logprobs differ by as much as that", facts.dtype, name)

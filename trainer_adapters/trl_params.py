@@ -82,6 +82,7 @@ def stop_ids(trainer: Any) -> tuple[int, ...]:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
+    """None stands for the EOS of a tokenizer that has none."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return tuple(i for i in value if i is not None) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)

@@ -5,6 +5,7 @@ B rows of T places, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .parity import make_parity, parity_of
 from .parity_model import Parity
 
 
-def score_by_engine(trainer: Any, *, k_shards: int = 4, head_dtype: str | None = None) -> Parity:
+def score_by_engine(trainer: Any, *, k_shards: int = 4, head_dtype: str | None = None) -> Callable[[], None]:
     """Put a TRL trainer's model under parity for good, and have it score by the engine's logprobs: `sampling_logp_difference` is 0.
 
     The reference model, where there is one, comes under parity too. The temperature is read from the trainer at each call.
@@ -28,6 +29,9 @@ def score_by_engine(trainer: Any, *, k_shards: int = 4, head_dtype: str | None =
     Args:
         trainer: a GRPOTrainer or RLOOTrainer of TRL 1.15 or later.
         k_shards, head_dtype: the engine's `numerics.k_shards` and `numerics.head_dtype`.
+
+    Returns:
+        What undoes it.
 
     Raises:
         ParityError: the trainer, its model or a setting is none that the engine's bits are known for; it names what.
@@ -41,12 +45,14 @@ def score_by_engine(trainer: Any, *, k_shards: int = 4, head_dtype: str | None =
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     for model in models:
         _check_model(trainer, model)
-    found = [make_parity(model, k_shards=k_shards, head_dtype=head_dtype) for model in models]
-    for model in models:
-        if not getattr(vars(model)["forward"], "scores_by_engine", False):
-            forward = _scoring(model.forward, lambda: float(trainer.temperature))
-            vars(model)["forward"] = types.MethodType(forward, model)
-    return found[0]
+    with contextlib.ExitStack() as undo:
+        for model in models:
+            undo.callback(make_parity(model, k_shards=k_shards, head_dtype=head_dtype).remove)
+            before = vars(model)["forward"]
+            if not getattr(before, "scores_by_engine", False):
+                vars(model)["forward"] = types.MethodType(_scoring(before, lambda: float(trainer.temperature)), model)
+                undo.callback(vars(model).__setitem__, "forward", before)
+        return undo.pop_all().close
 
 
 def _check_model(trainer: Any, model: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rollsync import Engine
 from rollsync.trainer_adapters.errors import ParityError
+from rollsync.trainer_adapters.parity import parity_of
 from rollsync.trainer_adapters.trl import attach
 from trl_cases import chats, grpo, length_reward, load, logged, write_text_model
 
@@ -120,8 +121,12 @@ def test_two_ranks_under_ddp(folder: str, tmp_path: Path) -> None:
 )
 def test_an_engine_of_other_numerics_is_refused(folder: str, tmp_path: Path, engine_has: dict[str, Any], words: str) -> None:
     trainer = grpo(folder, tmp_path, load(folder), **LONG)
-    with Engine(folder, threads=1, num_blocks=64, **engine_has) as engine, pytest.raises(ParityError, match=words):
-        attach(trainer, engine, parity=True)
+    forward = trainer.model.forward
+    with Engine(folder, threads=1, num_blocks=64, **engine_has) as engine:
+        with pytest.raises(ParityError, match=words):
+            attach(trainer, engine, parity=True)
+        assert parity_of(trainer.model) is None and trainer.model.forward == forward and not trainer.use_vllm
+        attach(trainer, engine)  # as it was, so without parity it is taken
 
 
 def test_a_head_that_is_trained_apart_is_refused(folder: str, tmp_path: Path) -> None:
