@@ -120,7 +120,7 @@ def run(**changes: Any) -> dict[str, Any]:
     trainer, worker = build(args, notes, **({"peft_config": changes["peft_config"]} if "peft_config" in changes else {}))
     queued: list[Any] = []
     put = worker.rollout_buffer.put_nowait
-    worker.rollout_buffer.put_nowait = lambda sample: (queued.append(sample), put(sample))[1]
+    worker.rollout_buffer.put_nowait = lambda sample: (put(sample), queued.append(sample))[0]
     trainer.train()
     threads = [t.name for t in threading.enumerate() if t.name == "rollsync rollouts"]
     return {
