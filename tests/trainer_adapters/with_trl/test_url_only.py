@@ -58,7 +58,7 @@ def test_weights_arrive_bit_for_bit_and_what_can_never_work_is_asked_once(found:
 def test_what_runs_survives_a_pause(found: dict[str, Any]) -> None:
     """H6."""
     pause = found["pause"]
-    assert pause["waited"] and pause["lengths"] == [400] * 8 and pause["longest"] == 512
+    assert pause["waited"] and pause["lengths"] == [400] * 32 and pause["longest"] == 512
 
 
 def test_a_run_of_grpo_in_server_mode(found: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def case_pause() -> dict[str, Any]:
 
     control, client = AsyncClient(URL), connected()
     got: list[Any] = []
-    asking = {"n": 8, "max_tokens": 400, "logprobs": 0, "generation_kwargs": {"ignore_eos": True}}
+    asking = {"n": 32, "max_tokens": 400, "logprobs": 0, "generation_kwargs": {"ignore_eos": True}}
     thread = threading.Thread(target=lambda: got.append(client.generate([[40, 41]], **asking)))
     thread.start()
     with RolloutClient(URL) as ours:
