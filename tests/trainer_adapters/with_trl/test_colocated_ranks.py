@@ -8,6 +8,8 @@ from typing import Any
 import colocated_runs
 import pytest
 
+pytestmark = pytest.mark.adapters
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
