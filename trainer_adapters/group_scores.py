@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,14 @@ from ..rollout.errors import describe
 from .errors import TargetError
 
 RewardFunc = Callable[..., Any]
+
+
+class LateRewards(TargetError):
+    """Nothing is wrong but that functions took too long: another group may do better."""
+
+
+class _Late(Exception):
+    """The deadline passed, which a function's own TimeoutError does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,30 +48,49 @@ async def score(
         count: of samples.
 
     Raises:
-        TargetError: a function failed, took longer than `timeout_s`, or gave other than `count` numbers; all of them are named.
+        LateRewards: no function failed, but some took longer than `timeout_s`.
+        TargetError: a function failed, or gave other than `count` finite numbers (NaN and None are no reward). All are named.
     """
     tried = await asyncio.gather(*(_called(func, columns, timeout_s) for func in funcs), return_exceptions=True)
     by_func: dict[str, list[float]] = {}
-    problems = []
+    problems, late = [], []
     for func, found in zip(funcs, tried, strict=True):
         name = func_name(func)
-        if isinstance(found, asyncio.CancelledError):
-            raise found
-        if isinstance(found, BaseException):
-            words = f"gave nothing within {timeout_s:g} s" if isinstance(found, TimeoutError) else f"failed: {describe(found)}"
-            problems.append(f"the reward function {name} {words}")
-            continue
-        values = list(found) if hasattr(found, "__iter__") else found
-        if not isinstance(values, list) or len(values) != count:
-            problems.append(f"the reward function {name} gave {values!r:.100} for {count} samples")
-            continue
-        try:
-            by_func[_fresh(name, by_func)] = [math.nan if v is None else float(v) for v in values]
-        except (TypeError, ValueError):
-            problems.append(f"the reward function {name} gave {values!r:.100}, which are not all numbers")
+        if isinstance(found, _Late):
+            late.append(f"the reward function {name} gave nothing within {timeout_s:g} s")
+        elif isinstance(found, BaseException):  # a CancelledError too is its own: if we are cancelled, `gather` raises
+            problems.append(f"the reward function {name} failed: {describe(found)}")
+        else:
+            try:
+                by_func[_fresh(name, by_func)] = _numbers(found, count)
+            except ValueError as error:
+                problems.append(f"the reward function {name} gave {error}")
     if problems:
-        raise TargetError(problems) from next((e for e in tried if isinstance(e, Exception)), None)
+        raise TargetError(problems + late) from next((e for e in tried if isinstance(e, Exception)), None)
+    if late:
+        raise LateRewards(late)
     return _weighed(by_func, weights, count)
+
+
+def _numbers(found: Any, count: int) -> list[float]:
+    """ValueError with what was given in place of `count` numbers, None among them."""
+    if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping | Set):
+        raise ValueError(f"{found!r:.100} for {count} samples")
+    try:
+        values = list(found)
+    except Exception as error:  # a tensor without dimensions, for instance, or a generator that fails
+        raise ValueError(f"{found!r:.100} for {count} samples: {describe(error)}") from error
+    if len(values) != count:
+        raise ValueError(f"{values!r:.100} for {count} samples")
+    try:
+        if any(isinstance(v, str | bytes) for v in values):
+            raise TypeError
+        numbers = [math.nan if v is None else float(v) for v in values]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{values!r:.100}, which are not all numbers") from None
+    if any(map(math.isinf, numbers)):
+        raise ValueError(f"{values!r:.100}, which are not all finite")
+    return numbers
 
 
 def _weighed(by_func: dict[str, list[float]], weights: Sequence[float], count: int) -> Scores:
@@ -73,7 +100,9 @@ def _weighed(by_func: dict[str, list[float]], weights: Sequence[float], count: i
         rewards.append(sum(w * value for w, value in given) if given else math.nan)
     known = [r for r in rewards if not math.isnan(r)]
     mean = sum(known) / len(known) if known else math.nan
-    std = math.sqrt(sum((r - mean) ** 2 for r in known) / len(known)) if known else math.nan
+    std = math.sqrt(sum((r - mean) * (r - mean) for r in known) / len(known)) if known else math.nan
+    if known and not math.isfinite(std):
+        raise TargetError([f"the rewards {rewards!r:.100} are too large to be compared"])
     advantages = [0.0 if math.isnan(r) else (r - mean) / (std + 1e-8) for r in rewards]
     return Scores(rewards=rewards, advantages=advantages, by_func=by_func, mean=mean, std=std)
 
@@ -90,10 +119,16 @@ def _fresh(name: str, taken: Mapping[str, Any]) -> str:
 
 
 async def _called(func: RewardFunc, columns: Mapping[str, list[Any]], timeout_s: float) -> Any:
-    async with asyncio.timeout(timeout_s):
-        if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
-            return await func(**columns)
-        return await in_thread(lambda: func(**columns))
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            if inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None)):  # noqa: B004
+                return await func(**columns)
+            return await in_thread(lambda: func(**columns))
+    except TimeoutError as error:
+        if deadline.expired():
+            raise _Late from error
+        raise
 
 
 def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,8 +84,9 @@ def _row_problems(row: Any, vocab_size: int, column: str, version: int | None, a
     if not (set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size))):
         wrong = next(t for t in ids if type(t) is not int or not 0 <= t < vocab_size)
         problems.append(f"has the token id {wrong!r}, outside the vocabulary of {vocab_size}")
-    if not (set(map(type, logprobs)) <= {float} and all(map(ROUNDING.__ge__, logprobs))):
-        problems.append(f"has {next(p for p in logprobs if type(p) is not float or not p <= ROUNDING)!r} among its {column}")
+    if not (set(map(type, logprobs)) <= {float} and all(map(ROUNDING.__ge__, logprobs)) and all(map(math.isfinite, logprobs))):
+        wrong = next(p for p in logprobs if type(p) is not float or not p <= ROUNDING or not math.isfinite(p))
+        problems.append(f"has {wrong!r} among its {column}")
     found = sorted({span["version"] for span in row.weight_versions})
     if version is not None and found and found != [version]:
         shown = ", ".join(map(str, found))

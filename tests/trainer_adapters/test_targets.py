@@ -147,6 +147,7 @@ def row(**changes: Any) -> Any:
         ([row(token_ids=[1, -1]), row()], "row 0 has the token id -1"),
         ([row(logprobs=[-1.0, float("nan")]), row()], "row 0 has nan among its logprobs"),
         ([row(logprobs=[-1.0, None]), row()], "row 0 has None among its logprobs"),
+        ([row(), row(logprobs=[float("-inf"), -1.0])], "row 1 has -inf among its logprobs"),
         ([row(), row(finish_reason="abort", abort_reason="by request")], "row 1 ended by abort: by request"),
         ([row(), row(finish_reason="error", error="out of range")], "row 1 ended by error: out of range"),
         ([row(), row(weight_versions=[{"version": 1}, {"version": 2}])], "row 1 was drawn by weights of version 1, 2, not 2"),
