@@ -172,14 +172,14 @@ class ColocatedEngine:
             self.engine.control.wake()
         self.awake, self._report.version = True, self.version
 
-    def sync_from(self, weights: WeightSource, version: int, ranks: Ranks) -> SyncReport:
-        """Take weights in, and be awake; asleep if that fails. The KV pool comes once whatever it took to gather them is gone."""
+    def sync_from(self, weights: WeightSource, version: int, ranks: Ranks, *, force: bool = False) -> SyncReport:
+        """Take weights in, and be awake; asleep if that fails. With `force` the version may go back. The KV pool comes once whatever it took to gather them is gone."""
         try:
             with aside():
                 self._wake("weights")
                 self.version = None
                 with self.timed("sync"):
-                    report = EngineUpdate(self.engine.control, force=not self._synced).run(weights, version, ranks)
+                    report = EngineUpdate(self.engine.control, force=force or not self._synced).run(weights, version, ranks)
                 self._report.rss_bytes["synced"] = resident_bytes()
                 self._wake("kv_cache")
         except BaseException:
@@ -281,6 +281,9 @@ class ColocatedTarget:
     def close(self) -> None:
         """The engine is its owner's to close."""
 
+    def restart(self) -> None:
+        """Nothing: each of its syncs may go back, as nobody else drives the engine."""
+
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int, include: Sequence[str] = ()) -> list[Any]:
         """See `Target.generate`. Memory is given back at the end, and with `between="discard"` the weights are gone."""
         owner = self._owner
@@ -300,4 +303,4 @@ class ColocatedTarget:
         """See `Target.sync`."""
         if not self._owner.awake:
             self._owner.begin_report()
-        return self._owner.sync_from(weights, version, ranks)
+        return self._owner.sync_from(weights, version, ranks, force=True)  # its own phases between steps count versions too

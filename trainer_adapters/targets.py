@@ -92,6 +92,9 @@ class Target(Protocol):
             UpdateError: on every rank alike: no engine has them, or (at the first sync) not all have.
         """
 
+    def restart(self) -> None:
+        """The next sync is as the first one: a new run begins, maybe at a lower version."""
+
     def close(self) -> None: ...
 
 
@@ -145,6 +148,9 @@ class EngineTarget:
     def close(self) -> None:
         """The engine is its owner's to close."""
 
+    def restart(self) -> None:
+        self.version = None
+
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int, include: Sequence[str] = ()) -> list[Any]:
         _check_synced(self.version)
         asks = asks_of(prompts, seed)
@@ -190,6 +196,9 @@ class UrlTarget:
         self._sender: WeightSender | None = None
         self._facts: Facts | None = None
         self.version: int | None = None
+
+    def restart(self) -> None:
+        self.version = None
 
     def close(self) -> None:
         self._fleet.close()

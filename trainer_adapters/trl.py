@@ -24,6 +24,7 @@ from ..weight_sync.sources import weights_from
 from .targets import Facts, Target, agreed, check_model, check_rows, derived_seed, target_of
 from .trl_params import is_plain, sampling_params, stop_ids
 from .trl_parity import check_numerics, score_by_engine
+from .trl_runs import watch_runs
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,14 @@ class RollsyncGeneration:
     def close(self) -> None:
         """Let go of the servers. An engine is its owner's to close."""
         self.target.close()
+
+    def sync_next(self) -> None:
+        """Have the trainer sync before its next rollout, whatever its step is: that may be one that it has synced at already."""
+        trainer = self._trainer
+        trainer._last_loaded_step = -1
+        if hasattr(trainer.args, "vllm_sync_frequency"):
+            trainer.vllm_sync_frequency = trainer.args.vllm_sync_frequency
+            trainer._last_vllm_sync_step = -trainer.vllm_sync_frequency
 
     def sync_weights(self) -> None:
         """Send the trainer's weights, as version `global_step + 1`: 0 is what an engine was started with. A collective."""
@@ -150,10 +159,8 @@ def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = Fals
         undo.pop_all()
     trainer.vllm_generation = generation
     trainer.vllm_mode = "colocate"  # looked at for the context length only, which is then the engine's (`llm`), not the model's
-    trainer._last_loaded_step = -1
-    if hasattr(trainer.args, "vllm_sync_frequency"):
-        trainer.vllm_sync_frequency = trainer.args.vllm_sync_frequency
-        trainer._last_vllm_sync_step = -trainer.vllm_sync_frequency
+    generation.sync_next()
+    watch_runs(trainer, generation.target, generation.sync_next)
     trainer.use_vllm = True  # last: only now is there something to sample from
     return generation
 

@@ -14,6 +14,7 @@ from typing import Any
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
 from .targets import agreed, check_model, target_of
 from .trl import RollsyncGeneration
+from .trl_runs import watch_runs
 
 Reply = Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
@@ -48,6 +49,7 @@ def rollout_func(target: Any, *, reply: Reply | None = None, max_turns: int = 8,
         if not made:
             ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
             agreed(ranks, "rollout_func", lambda: check_model(held.facts(), trainer.accelerator.unwrap_model(trainer.model)))
+            watch_runs(trainer, held, synced.clear)
             made[id(trainer)] = _Apart(trainer, held, ranks) if reply is not None else RollsyncGeneration(trainer, held, ranks)
         return made[id(trainer)]
 

@@ -17,7 +17,7 @@ pytest.importorskip("trl", reason="TRL is not installed: these tests need `trl`,
 from rollsync.rollout.errors import IllegalState
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.trainer_adapters.trl import RollsyncGeneration, attach
-from trl_cases import asked_by, grpo, logged, weights_of, write_text_model
+from trl_cases import asked_by, chats, grpo, logged, weights_of, write_text_model
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,28 @@ def test_two_steps_of_grpo_in_process(folder: str, engine: Engine, tmp_path: Pat
     for call in calls:
         assert len(call["prompts"]) == 8 and len({tuple(p) for p in call["prompts"]}) == 2
         assert len({tuple(row) for row in call["rows"]}) == 8, "two rows are the same sample"
+
+
+def test_weights_that_change_while_the_step_does_not(folder: str, engine: Engine, tmp_path: Path) -> None:
+    """A second run begins at the step that was synced last, and at a lower version; between two evaluations weights are changed by hand."""
+    name = "sampling/sampling_logp_difference/max"
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4, "eval_dataset": chats(1)}
+    trainer = grpo(folder, tmp_path, **settings)
+    generation = attach(trainer, engine)
+    trainer.train()
+    trainer.args.max_steps = 2
+    trainer.train()  # samples at step 0 again, and at step 1
+    assert generation.num_syncs == 3 and engine.weight_version == 2
+    trainer.evaluate()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(3.0)
+    trainer.evaluate()
+    assert generation.num_syncs == 5
+    seen = logged(trainer, name) + logged(trainer, f"eval_{name}")
+    assert len(seen) == 4 and max(seen) < 1e-5, seen
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert engine.weight_version == 1
 
 
 def test_rows_that_are_not_right_end_the_step(attached: RollsyncGeneration, monkeypatch: pytest.MonkeyPatch) -> None:
