@@ -173,7 +173,10 @@ class ColocatedEngine:
         self.awake, self._report.version = True, self.version
 
     def sync_from(self, weights: WeightSource, version: int, ranks: Ranks, *, force: bool = False) -> SyncReport:
-        """Take weights in, and be awake; asleep if that fails. With `force` the version may go back. The KV pool comes once whatever it took to gather them is gone."""
+        """Take weights in, and be awake; asleep if that fails. With `force` the version may go back.
+
+        The KV pool comes once whatever it took to gather them is gone.
+        """
         try:
             with aside():
                 self._wake("weights")
