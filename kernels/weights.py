@@ -193,8 +193,11 @@ class NativeWeights:
         return spec.n * (spec.k if spec.layout == "rows" else 1) * item + 64
 
     def address(self, param: str, shadow: bool = False) -> int:
-        """Where a parameter lies."""
-        return self._shadow[param] if shadow else int(self.table[self.index[param]] or 0)
+        """Where a parameter lies. ValueError: nowhere any more."""
+        found = self._shadow[param] if shadow else int(self.table[self.index[param]] or 0)
+        if not found:
+            raise ValueError(f"{param} is gone: the weights are closed")
+        return found
 
     def map_shadow(self) -> None:
         if self._shadow_region is None:
@@ -313,6 +316,8 @@ class NativeWeights:
     def close(self) -> None:
         if self._lent:
             self.release()  # who borrowed keeps the region
+        self._shadow = dict.fromkeys(self._shadow, 0)
+        ctypes.memset(self.table, 0, ctypes.sizeof(self.table))
         self._region.close()
         if self._shadow_region is not None:
             self._shadow_region.close()

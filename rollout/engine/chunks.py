@@ -41,6 +41,7 @@ class ChunkVerbs(LiveReads):
         Raises:
             UnknownUpdate, IllegalState: there is no such update, or it is over. ChunkError, ValueError: the chunk did not come or fit.
         """
+        self._engine.check_alive()
         if self._still_open(update_id).reads_folder:
             raise IllegalState(f"update {update_id} reads its folder by itself: it takes no chunks")
         if count is None:
@@ -54,6 +55,7 @@ class ChunkVerbs(LiveReads):
 
     def receive_chunk(self, update_id: str, sender: int, sequence: int, where: Mapping[str, Any]) -> dict[str, Any]:
         """`take_chunk`, also for whoever reads a folder."""
+        self._engine.check_alive()
         self._still_open(update_id)
         fresh = self._engine.runner.updates.chunk(update_id, sender, sequence, where)
         return {"changed": fresh, **self._engine.runner.updates.progress()}

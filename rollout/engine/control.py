@@ -107,6 +107,7 @@ class Control(ChunkVerbs):
         Raises:
             BadRequest, IllegalState; UpdateRefused: tensors do not fit, all of them listed.
         """
+        self._engine.check_alive()
         state = self.lifecycle
         mode = "full" if mode is None and manifest is not None else mode
         apply = self._engine.config.apply if apply is None else apply
@@ -170,6 +171,8 @@ class Control(ChunkVerbs):
             BadRequest, IllegalState; UpdateRefused: all that is wrong with the folder, or with what was read.
         """
 
+        self._engine.check_alive()
+
         def call(verb: str, **args: Any) -> Any:
             found = getattr(self, verb)(**args)
             return found.status() if isinstance(found, Update) else found
@@ -206,6 +209,7 @@ class Control(ChunkVerbs):
         Raises:
             ManifestError: everything that does not fit; nothing changed.
         """
+        self._engine.check_alive()
         update = self._still_open(update_id)
         entries = read_tensors(tensors)
         chunks = self._engine.runner.updates.extend(update_id, entries, layout)
@@ -222,6 +226,7 @@ class Control(ChunkVerbs):
         Raises:
             IllegalState: it is not open. UpdateRefused: chunks are missing, digests differ, values are not finite; it stays open.
         """
+        self._engine.check_alive()
         update = self.find_update(update_id)
         if update.state == "committed":
             return {**update.status(), "changed": False}
@@ -307,6 +312,7 @@ class Control(ChunkVerbs):
         Args:
             cause: of update_stats.CAUSES, for the metrics.
         """
+        self._engine.check_alive()
         check_choice("cause", cause, CAUSES)
         update = self.find_update(update_id)
         if update.state == "committed":

@@ -103,11 +103,15 @@ class Engine:
 
         return StopStringMatcher(self.tokenizer, stops)
 
-    def _check_usable(self) -> None:
+    def check_alive(self) -> None:
+        """Raises IllegalState once the engine is closed, and in a process that was forked from its own."""
         if self._closed:
             raise IllegalState("the engine is closed; make a new one")
         if os.getpid() != self._pid:  # its threads did not come along
             raise IllegalState(f"the engine belongs to process {self._pid}; a forked process needs one of its own")
+
+    def _check_usable(self) -> None:
+        self.check_alive()
         if self._broken is not None:
             raise IllegalState(f"the engine is broken and can only be closed; a step failed with: {self._broken}")
 
@@ -318,10 +322,12 @@ class Engine:
     def close(self) -> None:
         """Free the model and the KV pool. Requests in flight get no output any more: abort them first. Twice is fine."""
         if not self._closed:
-            self._closed = True
-            if self._trace is not None:
-                self._trace.close()
-            self.runner.close()
+            try:
+                if self._trace is not None:
+                    self._trace.close()  # reads digests of the weights
+            finally:
+                self._closed = True
+                self.runner.close()
 
     def __enter__(self) -> Engine:
         return self

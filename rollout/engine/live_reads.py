@@ -35,6 +35,7 @@ class LiveReads(MemoryVerbs):
 
     def _read_live(self, read: Callable[[], Any]) -> Any:
         """What `read` finds in the live weights, beside the engine's thread: of one version, never in the middle of a change."""
+        self._engine.check_alive()
         for _ in range(3):
             before = self._live_state()
             found = read()
@@ -66,5 +67,6 @@ class LiveReads(MemoryVerbs):
 
     def shards(self) -> list[dict[str, list[list[list[int]]]]]:
         """What each rank keeps: [offsets, lengths] of boxes by checkpoint name; from any thread."""
+        self._engine.check_alive()
         ranks = self._engine.runner.updates.wanted()
         return [{name: [[list(b.offset), list(b.length)] for b in boxes] for name, boxes in rank.items()} for rank in ranks]

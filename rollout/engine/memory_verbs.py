@@ -26,6 +26,7 @@ class MemoryVerbs(Pauses):
         Raises:
             IllegalState: an update is open, or there is no room for the weights to be kept in; then they are where they were.
         """
+        self._engine.check_alive()
         moves = self.lifecycle.plan_sleep(tags, weights)
         report: dict[str, Any] = {"changed": bool(moves), "freed_bytes": {}}
         for tag, state in moves.items():
@@ -46,6 +47,7 @@ class MemoryVerbs(Pauses):
         Raises:
             IllegalState: the memory is not to be had; it stays asleep and `wake` may be tried again.
         """
+        self._engine.check_alive()
         moves = self.lifecycle.plan_wake(tags)
         for tag in moves:
             try:

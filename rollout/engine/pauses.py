@@ -129,6 +129,7 @@ class Pauses:
             ttl_s: the lease's life; None: `default_pause_ttl_s`, and without that until resumed.
             timeout_s: how long a drain may take; then the rest is aborted or kept (`at_timeout`).
         """
+        self._engine.check_alive()
         check_choice("at_timeout", at_timeout, ("abort", "keep"))
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -192,6 +193,7 @@ class Pauses:
 
     def resume(self, owner: str | None = DEFAULT_OWNER) -> dict[str, Any]:
         """Give back a lease (None: all that callers took); steps go on once no lease is left."""
+        self._engine.check_alive()
         changed = self.lifecycle.resume(owner)
         reason = self.lifecycle.why_not_running()
         return {"changed": changed, "running": reason is None, "reason": reason}
@@ -207,6 +209,7 @@ class Pauses:
         Raises:
             IllegalState: `owner` has none: it expired, was given back or revoked, and the engine may have run since.
         """
+        self._engine.check_alive()
         return {"changed": True, "lease": self.lifecycle.renew(owner, ttl_s)}
 
     def revoke_lease(self, owner: str) -> dict[str, Any]:

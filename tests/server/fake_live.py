@@ -84,6 +84,9 @@ class FakeLive(FakeEngine):
         self.weight_version = 0
         self._list()
 
+    def check_alive(self) -> None:
+        """It always is."""
+
     def _list(self) -> None:
         before, self.scheduler.requests = self.scheduler.requests, {}
         for r in self._running:

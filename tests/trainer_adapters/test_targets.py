@@ -96,6 +96,33 @@ def test_an_update_that_fails_leaves_what_was(engine: Engine, folder: str) -> No
     assert EngineTarget(engine).sync(weights_from(model), 1, Alone()).version == 1  # a new run on an engine that has served another
 
 
+@pytest.mark.parametrize("kernels", [None, "reference"])
+def test_an_engine_that_is_closed_says_so(folder: str, kernels: str | None) -> None:
+    """Also in the middle of an update: nothing is written where its weights were."""
+    model = load(folder)
+    engine = Engine(folder, threads=1, num_blocks=64, max_model_len=128, kernels=kernels)
+    target, control = target_of(engine), engine.control
+    weights, update = engine.runner.weights, control.open_update(mode="full")  # type: ignore[attr-defined]
+    engine.close()
+    engine.close()
+    with pytest.raises(UpdateError, match="the engine is closed; make a new one"):
+        target.sync(weights_from(model), 1, Alone())
+    verbs: dict[str, Any] = {
+        "open_update": lambda: control.open_update(mode="full"), "extend_update": lambda: control.extend_update(update.id, [], {}),
+        "take_chunk": lambda: control.take_chunk(update.id, 0, 0, {}), "commit_update": lambda: control.commit_update(update.id),
+        "abort_update": lambda: control.abort_update(update.id), "load_folder": lambda: control.load_folder(folder),
+        "digests": control.digests, "versioned_digests": control.versioned_digests, "shards": control.shards,
+        "weight_values": lambda: control.weight_values("lm_head.weight", 1), "sleep": control.sleep, "wake": control.wake,
+        "pause": control.pause, "resume": control.resume,
+    }  # fmt: skip
+    for name, verb in verbs.items():
+        with pytest.raises(IllegalState, match="the engine is closed; make a new one"):
+            verb()
+            pytest.fail(name)
+    with pytest.raises((ValueError, KeyError)):
+        weights.write("embed", 0, 0, torch.zeros(1, model.config.hidden_size))
+
+
 def test_weights_of_another_model_are_refused_by_name(engine: Engine, tmp_path: Path) -> None:
     model = load(write_text_model(tmp_path, vocab_size=300, intermediate_size=48))
     with pytest.raises(UpdateError) as caught:
