@@ -107,6 +107,21 @@ def _weighed(by_func: dict[str, list[float]], weights: Sequence[float], count: i
     return Scores(rewards=rewards, advantages=advantages, by_func=by_func, mean=mean, std=std)
 
 
+def check_funcs(funcs: Any, weights: Any) -> tuple[list[RewardFunc], list[float]]:
+    """A list of functions and one weight for each. TypeError, ValueError: they are not."""
+    found = list(funcs) if isinstance(funcs, list | tuple) else [funcs]
+    if wrong := [f for f in found if not callable(f)]:
+        raise TypeError(f"reward_funcs must be functions, got {wrong[0]!r:.100}")
+    if not found:
+        raise ValueError("reward_funcs is empty: without a reward there is no advantage")
+    weighed = [1.0] * len(found) if weights is None else [float(w) for w in weights]
+    if wrong_weights := [w for w in weighed if not math.isfinite(w)]:
+        raise ValueError(f"reward_weights must be finite, got {wrong_weights[0]}")
+    if len(weighed) != len(found):
+        raise ValueError(f"reward_weights has {len(weighed)} for {len(found)} reward functions ({', '.join(map(func_name, found))})")
+    return found, weighed
+
+
 def func_name(func: RewardFunc) -> str:
     """As a metric calls it."""
     inner = getattr(func, "func", func)  # of functools.partial

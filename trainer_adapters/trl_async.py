@@ -28,8 +28,9 @@ from ..weight_sync.control import UpdateError
 from ..weight_sync.ranks import Alone
 from ..weight_sync.sender import SyncReport
 from ..weight_sync.sources import TensorMeta, dtype_name
+from .group_scores import check_funcs
 from .targets import UrlTarget, check_model
-from .trl_async_worker import Plan, RolloutWorker, check_funcs
+from .trl_async_worker import Plan, RolloutWorker
 from .trl_params import sampling_params
 
 log = logging.getLogger(__name__)
@@ -61,17 +62,17 @@ def rollout_worker(
     Args:
         target: URL or URLs of servers.
         args: the trainer's AsyncGRPOConfig: sampling, num_generations, max_staleness, queue_maxsize, max_inflight_tasks, seed.
-        train_dataset: rows with "prompt" (messages or text); its other columns go to the reward functions.
+        train_dataset: rows with "prompt" (messages or text); its other columns go to the reward functions. It is read over and over.
         reward_funcs: one or several functions as TRL has them, `async` or not. Sync ones run in threads of this process.
         processing_class: the tokenizer, with the chat template.
         reward_weights: one per function; None: 1 each.
         eos_token_ids: what ends a completion besides the tokenizer's EOS and the ids of the model folder the engine was started with.
         groups_in_flight: None follows max_inflight_tasks.
-        buffer: finished samples that may wait for the trainer, at most queue_maxsize; then no group begins. None: those of one version,
-            so that with what is in flight nothing waits until it is too old.
+        buffer: finished samples that may wait for the trainer, at most queue_maxsize but at least one group; then no group begins. None:
+            those of one version, so that with what is in flight nothing waits until it is too old.
         first_group: how many groups to pass over, for a run that is resumed: rows and seeds follow from a group's number.
         patience_s: how long all servers may be unable to take prompts before the worker fails.
-        reward_timeout_s: for the rewards of one group.
+        reward_timeout_s: for the rewards of one group, which is then passed over; the fourth in a row fails the worker.
         stop_timeout_s: within which `stop()` ends everything.
 
     Raises:
@@ -80,6 +81,9 @@ def rollout_worker(
     if args.num_generations < 2:
         raise ValueError(f"num_generations must be at least 2 to compare samples, got {args.num_generations}")
     funcs, weights = check_funcs(reward_funcs, reward_weights)
+    _check_dataset(train_dataset)
+    if getattr(args, "log_completions", False):
+        log.warning("log_completions prints nothing here: TRL's own rollout worker does that, and this one stands in its place")
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     ends = tuple(dict.fromkeys(int(i) for i in (tokenizer.eos_token_id, *eos_token_ids) if i is not None))
     settings = types.SimpleNamespace(args=args, processing_class=processing_class, eos_token_ids=ends)
@@ -233,6 +237,14 @@ def _configured(model: Any) -> Any:
 
         model = AutoConfig.from_pretrained(model)
     return types.SimpleNamespace(config=model)
+
+
+def _check_dataset(dataset: Any) -> None:
+    """TypeError: it cannot be read over and over."""
+    if not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise TypeError(f"train_dataset must be a dataset of rows, got {dataset!r:.100}")
+    if iter(dataset) is dataset:
+        raise TypeError(f"train_dataset must be readable over and over, got {dataset!r:.100}, which is read once: give a list or a Dataset")
 
 
 def _urls(target: str | Sequence[str]) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..rollout.engine.params import SamplingParams
 from ..rollout.errors import BadRequest, describe
 from ..rollout.fleet import AsyncRolloutFleet
 from .errors import TargetError
-from .group_scores import RewardFunc, Scores, func_name, score
+from .group_scores import LateRewards, RewardFunc, Scores, score
 from .rows import check_rows, derived_seed
 from .trl_params import is_plain
 
@@ -32,7 +31,7 @@ REPORT_S = 1.0
 """between two entries of metrics"""
 TICK_S = 0.1
 MAX_FAILURES = 4
-"""groups in a row that may fail before the worker does"""
+"""the worker fails with so many groups in a row that were refused, gave rows nobody can train on, or got their rewards too late"""
 OUTDATED = "max_version_lag"
 
 
@@ -77,10 +76,12 @@ class RolloutWorker:
     ) -> None:
         self.plan, self._dataset, self._tokenizer = plan, dataset, tokenizer
         self._funcs, self._weights = list(reward_funcs), list(reward_weights)
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=buffer)
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=max(buffer, plan.num_generations))  # groups go in whole
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=4096)
         self.model_version = 0
         self._next_group = first_group
+        self._ended: set[int] = set()
+        self._rows_read = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -107,7 +108,10 @@ class RolloutWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End everything under way, here and on the servers, within `stop_timeout_s`. What is queued stays queued."""
+        """End everything under way, here and on the servers, within `stop_timeout_s`.
+
+        What is queued stays queued; groups that are not, `start` begins anew.
+        """
         self._stopping.set()
         thread, loop, main = self._thread, self._loop, self._main
         if thread is None:
@@ -145,14 +149,14 @@ class RolloutWorker:
     def _run(self) -> None:
         try:
             asyncio.run(self._supervise())
-        except asyncio.CancelledError:
-            pass
         except BaseException as error:  # check_health tells the trainer
+            if isinstance(error, asyncio.CancelledError) and self._stopping.is_set():
+                return
             self._failure = error
             log.error("the rollout worker has failed: %s", describe(error))
 
     async def _supervise(self) -> None:
-        """Keep so many groups in flight, until stopped or one failure too many."""
+        """Keep so many groups in flight, until stopped, a failure that others would repeat, or one too many of the kind they may not."""
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         if self._stopping.is_set():
             return
@@ -166,8 +170,8 @@ class RolloutWorker:
                         going.add(asyncio.create_task(self._group(fleet, *next(rows))))
                     done, going = await asyncio.wait(going, timeout=TICK_S, return_when="FIRST_COMPLETED")
                     self._beat = time.monotonic()
-                    for task in done:
-                        words = task.result()
+                    _raise_failures(done)
+                    for words in [task.result() for task in done]:
                         failures = 0 if words is None else failures + 1
                         if failures >= MAX_FAILURES:
                             raise TargetError([f"{failures} groups in a row came to nothing: {words}"])
@@ -178,27 +182,38 @@ class RolloutWorker:
                 await asyncio.gather(*going, return_exceptions=True)
 
     def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows of the dataset in its order, over and over, each with the number of its group; after a stop they go on."""
-        skip = self._next_group
+        """Rows of the dataset in its order, over and over, each with the number of its group; after a stop, those of unended groups."""
+        number = skip = self._next_group
         if hasattr(self._dataset, "__len__") and len(self._dataset):
             skip %= len(self._dataset)
         while True:
             found = False
             for row in self._dataset:
                 found = True
+                self._rows_read += 1
                 if skip:
                     skip -= 1
                     continue
-                self._next_group += 1
-                yield self._next_group - 1, dict(row)
+                if number >= self._next_group and number not in self._ended:
+                    yield number, dict(row)
+                number += 1
             if not found:
-                raise TargetError(["the training dataset has no rows"])
+                ended = f"ended after {self._rows_read} rows and cannot be read again" if self._rows_read else "has no rows"
+                raise TargetError([f"the training dataset {ended}"])
+
+    def _end(self, group_id: int) -> None:
+        """This group is queued, or will never be. `_next_group` is the lowest that has not ended, `_ended` holds those above it."""
+        self._ended.add(group_id)
+        while self._next_group in self._ended:
+            self._ended.remove(self._next_group)
+            self._next_group += 1
 
     async def _group(self, fleet: AsyncRolloutFleet, group_id: int, row: dict[str, Any]) -> str | None:
-        """Sample, score and queue one group. Words if it came to nothing by its own fault, and others may do better.
+        """Sample, score and queue one group. Words if it came to nothing and others may do better.
 
         Raises:
-            TargetError, ServerUnreachable, ...: no group will do better.
+            TargetError, ServerUnreachable, ...: no group will do better. A reward function that fails is such a case: what it makes of
+                one sample it makes of the next, and a group without its rewards would be a silent change of the task.
         """
         plan, began = self.plan, time.monotonic()
         params = dataclasses.replace(plan.params, seed=derived_seed(plan.seed, group_id))
@@ -213,13 +228,18 @@ class RolloutWorker:
         fresh = [s for s in samples if s.abort_reason != OUTDATED and self._lag(s) <= plan.max_version_lag]
         self._add("rollout/dropped_outdated_total", float(len(samples) - len(fresh)))
         if len(fresh) < min(2, plan.num_generations):
+            self._end(group_id)
             return None  # nothing to compare with
         try:
             check_rows(fresh, len(fresh), 1 << 31, column=column)
         except TargetError as error:
             return self._passed_over(group_id, str(error))
         self._add("rollout/group_s", time.monotonic() - began, gauge=True)
-        await self._queue(await self._scored(group_id, row, prompt_ids, fresh, column))
+        try:
+            scored = await self._scored(group_id, row, prompt_ids, fresh, column)
+        except LateRewards as error:
+            return self._passed_over(group_id, str(error))
+        await self._queue(group_id, scored)
         return None
 
     def _passed_over(self, group_id: int, words: str) -> str:
@@ -228,6 +248,7 @@ class RolloutWorker:
             where += f" (row {group_id % len(self._dataset)} of the dataset)"
         log.warning("%s was passed over: %s", where, words)
         self._add("rollout/failed_groups_total", 1.0)
+        self._end(group_id)
         return f"{where}: {words}"
 
     def _lag(self, sample: Any) -> int:
@@ -279,17 +300,15 @@ class RolloutWorker:
             weight_versions=versions,
         )
 
-    async def _queue(self, samples: list[Any]) -> None:
-        """Hand over, once there is room: while the trainer is behind, no further groups begin."""
+    async def _queue(self, group_id: int, samples: list[Any]) -> None:
+        """Hand over the whole group, once there is room: while the trainer is behind, no further groups begin."""
         began = time.monotonic()
-        for sample in samples:
+        while self.rollout_buffer.maxsize - self.rollout_buffer.qsize() < len(samples):
+            await asyncio.sleep(TICK_S / 2)
+        for sample in samples:  # nothing is awaited from here on: a stop leaves no half of a group behind
             sample.enqueued_at = time.time()
-            while True:
-                try:
-                    self.rollout_buffer.put_nowait(sample)
-                    break
-                except queue.Full:
-                    await asyncio.sleep(TICK_S / 2)
+            self.rollout_buffer.put_nowait(sample)
+        self._end(group_id)
         if (waited_s := time.monotonic() - began) > TICK_S / 2:
             self._add("rollout/backpressure_s", waited_s, gauge=True)
 
@@ -306,22 +325,18 @@ class RolloutWorker:
         now = time.monotonic()
         if now - self._reported_at < REPORT_S:
             return
-        sums, self._sums = self._sums, defaultdict(float)
+        sums = {**self._sums, "rollout/inflight": float(in_flight * self.plan.num_generations)}
         sums["rollout/generated_tok_s"] = (float(sums.get("rollout/generated_tok_s", 0.0)), now - self._reported_at)
-        sums["rollout/inflight"] = float(in_flight * self.plan.num_generations)
-        self._reported_at = now
-        with contextlib.suppress(queue.Full):  # a trainer that never logs must not hold anything up
-            self.metrics_queue.put_nowait(dict(sums))
+        with contextlib.suppress(queue.Full):  # a trainer that never logs must not hold anything up: later reports have the sums
+            self.metrics_queue.put_nowait(sums)
+            self._sums, self._reported_at = {}, now
 
 
-def check_funcs(funcs: Any, weights: Any) -> tuple[list[RewardFunc], list[float]]:
-    """A list of functions and one weight for each. TypeError, ValueError: they are not."""
-    found = list(funcs) if isinstance(funcs, list | tuple) else [funcs]
-    if wrong := [f for f in found if not callable(f)]:
-        raise TypeError(f"reward_funcs must be functions, got {wrong[0]!r:.100}")
-    if not found:
-        raise ValueError("reward_funcs is empty: without a reward there is no advantage")
-    weighed = [1.0] * len(found) if weights is None else [float(w) for w in weights]
-    if len(weighed) != len(found):
-        raise ValueError(f"reward_weights has {len(weighed)} for {len(found)} reward functions ({', '.join(map(func_name, found))})")
-    return found, weighed
+def _raise_failures(done: Iterable[asyncio.Task[Any]]) -> None:
+    """The first failure among them; the others are logged."""
+    failures = [asyncio.CancelledError() if task.cancelled() else task.exception() for task in done]
+    found = list({describe(error): error for error in failures if error is not None}.values())
+    for error in found[1:]:
+        log.error("a group failed as well: %s", describe(error))
+    if found:
+        raise found[0]

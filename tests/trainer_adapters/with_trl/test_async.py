@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,7 +104,7 @@ def make(folder: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def worker(url: str, *, synced: bool = True, reward_funcs: Any = reward, dataset: Any = None, **options: Any) -> Any:
-        own = {name: options.pop(name) for name in ("num_generations", "top_p") if name in options}
+        own = {name: options.pop(name) for name in ("num_generations", "top_p", "log_completions") if name in options}
         settings = {"num_generations": 4, "max_completion_length": 8, **own}
         args = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -160,24 +162,34 @@ def test_prompts_that_no_server_takes(server: Server, make: Any) -> None:
     assert "4 groups in a row came to nothing" in words and "row 0 of the dataset" in words and "512" in words
 
 
-def test_a_stop_lasts_no_longer_than_it_may_and_queues_are_bounded(server: Server, make: Any) -> None:
+def test_a_stop_waits_for_no_reward_function_and_queues_are_bounded(server: Server, make: Any) -> None:
+    release, finished = threading.Event(), threading.Event()
+
     def hangs(completion_ids: Any, **kwargs: Any) -> list[float]:
-        time.sleep(8)
+        release.wait(300)
+        finished.set()
         return [0.0] * len(completion_ids)
+
+    def running() -> int:
+        with RolloutClient(server.url) as client:
+            found: int = client.status()["stats"]["running"]
+        return found
 
     quick, stuck = make(server.url, buffer=4), make(server.url, synced=False, reward_funcs=hangs)
     stuck.update_model_version(1)
     for worker in (quick, stuck):
         worker.start()
-    quick.rollout_buffer.get(timeout=20)
-    time.sleep(1.0)
-    assert quick.rollout_buffer.qsize() <= 4
+    assert quick.rollout_buffer.get(timeout=20).model_version == 1
+    end = time.monotonic() + 60
+    while (quick.rollout_buffer.qsize(), running()) != (3, 0) and time.monotonic() < end:  # no room for a group
+        time.sleep(0.05)
+    assert (quick.rollout_buffer.qsize(), running()) == (3, 0), "groups begin though nobody takes any"
     for worker in (quick, stuck):
-        began = time.monotonic()
+        thread = worker._thread
         worker.stop()
-        assert time.monotonic() - began < 5
-    with RolloutClient(server.url) as client:
-        assert client.status()["stats"]["running"] == 0
+        assert not thread.is_alive()
+    assert not finished.is_set() and running() == 0
+    release.set()
     quick.start()
     groups = {quick.rollout_buffer.get(timeout=20).group_id for _ in range(12)}
     assert len(groups) >= 3, "a worker that was stopped goes on"
@@ -190,7 +202,9 @@ def test_weights_that_others_sent_are_noticed_before_anything_is_sampled(server:
         worker.start()
 
 
-def test_settings_are_refused_by_name(server: Server, make: Any, folder: str, tmp_path: Path) -> None:
+def test_settings_are_refused_by_name(
+    server: Server, make: Any, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(BadRequest, match="top_p"):
         make(server.url, synced=False, top_p=1.5)
     with pytest.raises(ValueError, match="num_generations"):
@@ -199,6 +213,13 @@ def test_settings_are_refused_by_name(server: Server, make: Any, folder: str, tm
         make(server.url, synced=False, reward_weights=[1.0, 2.0])
     with pytest.raises(TypeError, match="reward_funcs must be functions"):
         make(server.url, synced=False, reward_funcs=["some/model"])
+    with pytest.raises(ValueError, match="reward_weights must be finite, got nan"):
+        make(server.url, synced=False, reward_weights=[float("nan")])
+    with caplog.at_level(logging.WARNING):
+        make(server.url, synced=False)
+        assert "log_completions" not in caplog.text
+        make(server.url, synced=False, log_completions=True)
+        assert "log_completions prints nothing" in caplog.text
     other = write_text_model(tmp_path / "other", rms_norm_eps=1e-3)
     with pytest.raises(TargetError, match="rms_norm_eps"):
         weight_transfer(server.url, model=other).init_weight_transfer()
