@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,16 @@ def test_two_servers_one_dies_in_a_rollout_and_comes_back(folder: str) -> None:
     with serving(folder, *FLAGS) as one, serving(folder, *FLAGS) as two:
         target = UrlTarget([one.url, two.url], patience_s=30)
         target.sync(weights_from(model), 1, Alone())
-        found: list[Any] = []
-        rollout = threading.Thread(target=lambda: found.extend(target.generate(prompts, params, seed=1)))
-        rollout.start()
-        with RolloutClient(two.url) as client:
-            while not client.status()["stats"]["running"]:
-                time.sleep(0.005)
-        two.kill()
-        rollout.join(300)
-        assert [row.token_ids for row in found] == want
+        with ThreadPoolExecutor(1) as pool:
+            rollout = pool.submit(target.generate, prompts, params, seed=1)
+            end = time.monotonic() + 60
+            with RolloutClient(two.url) as client:
+                while not client.status()["stats"]["running"]:
+                    assert not rollout.done(), f"nothing went to {two.url}: {rollout.exception() or 'all rows came without it'}"
+                    assert time.monotonic() < end, f"nothing went to {two.url}"
+                    time.sleep(0.005)
+            two.kill()
+            assert [row.token_ids for row in rollout.result(300)] == want
         port = int(two.url.rpartition(":")[2])
         until_free(port)
         with torch.no_grad():
