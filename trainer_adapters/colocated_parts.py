@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ..rollout.engine.config import make_config
 from ..rollout.engine.engine import Engine
 from ..rollout.engine.host_memory import available_memory
+from ..rollout.errors import ConfigError
 from ..rollout.models.tokenizer import Tokenizer
 from .model_folder import compute_dtype, model_folder
 
@@ -83,7 +85,17 @@ def make_engine(trained: Any, dtype: str | None, tokenizer: Any, sharing: int, o
         if by_name:
             given["tokenizer"] = tokenizer
         loaded = None if tokenizer is None else Tokenizer.from_model(tokenizer if by_name else folder)
-        return Engine(folder, tokenizer=loaded, **{**given, **_shared_out(sharing, options), **options})
+        return _EngineOfAModel(make_config(folder, {**given, **_shared_out(sharing, options), **options}), tokenizer=loaded)
+
+
+class _EngineOfAModel(Engine):
+    """Its folder is gone once it is made: there is no tokenizer but the one it was given."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ConfigError("this engine has no tokenizer: ColocatedEngine(model, tokenizer=...), or give token ids and no stop strings")
+        return self._tokenizer
 
 
 def _shared_out(sharing: int, options: dict[str, Any]) -> dict[str, Any]:

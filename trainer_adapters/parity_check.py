@@ -29,6 +29,7 @@ from .parity_rollouts import COLUMNS, Sampled, read_rollouts
 PIECE_BYTES = 64 << 20
 """of float32 logits that are there at a time"""
 PADDINGS = ("right", "left", "packed")
+PADDING_HINT = "the last ids may be padding of the vocabulary, which the engine never draws: pass vocab_limit=engine.info.vocab_size"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,6 +96,8 @@ class ParityReport:
     left_out: dict[str, int] = field(default_factory=dict)
     """tokens whose `logprobs` were not compared, by reason"""
     first_mismatch: Mismatch | None = None
+    hint: str = ""
+    """what to try, where only `logprobs` differ"""
 
     @property
     def all_equal(self) -> bool:
@@ -130,6 +133,8 @@ class ParityReport:
         ]
         if self.first_mismatch is not None:
             lines.append(f"  first mismatch: {self.first_mismatch}")
+        if self.hint:
+            lines.append(f"  {self.hint}")
         return "\n".join(lines)
 
 
@@ -179,6 +184,9 @@ def check_under(
             inputs, rows = _lay_out(batch, padding)
             with parity.taking_logits(comparison.taker(batch, rows)):
                 parity.model(**inputs, use_cache=False)
+    unequal = [name for name, column in report.columns.items() if column.equal < column.total]
+    if vocab_limit is None and unequal == ["logprobs"]:
+        report.hint = PADDING_HINT
     return report
 
 

@@ -35,6 +35,8 @@ from .rows import derived_seed as derived_seed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+TELL_S = 2.0
+"""how long a server that is not there is waited for in silence"""
 DIGESTS_S = 300.0
 """how long a server may read its weights"""
 
@@ -306,6 +308,7 @@ def check_model(facts: Facts, model: Any) -> None:
 def _info(client: RolloutClient, url: str, deadline_s: float) -> dict[str, Any]:
     """What a server says of its engine, once that is loaded; it need not be ready, as it may wait for its first weights."""
     end = time.monotonic() + deadline_s
+    told_at = time.monotonic() + TELL_S
     while True:
         try:
             status = client.status()
@@ -316,7 +319,10 @@ def _info(client: RolloutClient, url: str, deadline_s: float) -> dict[str, Any]:
         except ServerUnreachable as error:
             words = str(error)
         if time.monotonic() >= end:
-            raise ServerUnreachable(f"{words} (waited {deadline_s:g} s)")
+            raise ServerUnreachable(f"{words} (waited {deadline_s:g} s): is `rollsync serve` running there?")
+        if time.monotonic() >= told_at:
+            log.warning("waiting for %s (up to %g s)", url, deadline_s)
+            told_at = end
         time.sleep(0.2)
 
 

@@ -6,6 +6,7 @@ import gc
 import glob
 import random
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import transformers
 from rollsync import SamplingParams
 from rollsync.kernels.native_lib import available_builds
-from rollsync.rollout.errors import BadRequest, IllegalState
+from rollsync.rollout.errors import BadRequest, ConfigError, IllegalState
 from rollsync.rollout.selftest.model import tiny_config
 from rollsync.trainer_adapters import parity
 from rollsync.trainer_adapters.colocated import ColocatedEngine
@@ -22,6 +23,7 @@ from rollsync.trainer_adapters.targets import target_of
 from rollsync.weight_sync.control import UpdateError
 from rollsync.weight_sync.ranks import Alone
 from rollsync.weight_sync.sources import weights_from
+from trl_cases import load, write_text_model
 
 PROMPTS = [[1, 2, 3], [4] * 20]
 PARAMS = SamplingParams(n=2, max_tokens=6, seed=1)
@@ -170,6 +172,17 @@ def test_as_a_target_memory_goes_after_each_generation() -> None:
             assert target.version is None and not engine.awake
             assert engine.last_phase is not None and engine.last_phase.num_samples == 3
             train(model)
+
+
+def test_texts_need_a_tokenizer_by_name_or_as_an_object(tmp_path: Path) -> None:
+    model, folder = fresh(), write_text_model(tmp_path / "model")
+    with ColocatedEngine(model, **OPTIONS) as engine, engine.generating():
+        for prompt, params in (("a text", PARAMS), ([{"role": "user", "content": "hi"}], PARAMS), ([1, 2], SamplingParams(stop="a"))):
+            with pytest.raises(ConfigError, match=r"this engine has no tokenizer: ColocatedEngine\(model, tokenizer="):
+                engine.generate([prompt], params)
+    with ColocatedEngine(load(folder), tokenizer=folder, **OPTIONS) as engine, engine.generating():
+        (output,) = engine.generate(["a text"], PARAMS)
+        assert output.prompt_token_ids == engine.engine.tokenizer.encode("a text") and isinstance(output.texts[0], str)
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

@@ -17,6 +17,8 @@ from rollsync.rollout.results import PromptResult, RolloutResult, Sample
 from rollsync.rollout.selftest.model import write_model
 from rollsync.rollout.trace import read_trace
 from rollsync.trainer_adapters import parity
+from trl_cases import load as load_text_model
+from trl_cases import write_text_model
 
 COLUMNS = ["model_logprobs", "temperature_logprobs", "entropy"]
 PARAMS = SamplingParams(n=2, max_tokens=24, temperature=0.7, top_p=0.95, top_k=60, seed=5, ignore_eos=True)
@@ -125,6 +127,18 @@ def test_one_changed_bit_is_found_and_shown(made: Made) -> None:
     assert "prompt 2, sample 1, token 7" in text and text.count("(0x") == 2
     assert 0 < report.columns["model_logprobs"].max_difference < 1e-5
     assert report.to_dict()["first_mismatch"]["position"] == 7
+
+
+def test_padding_that_is_never_drawn_is_told_of(tmp_path: Path) -> None:
+    folder = write_text_model(tmp_path / "model", vocab_size=400)
+    with Engine(folder, threads=1, num_blocks=32, max_model_len=64) as engine:
+        drawable = engine.info.vocab_size
+        outputs = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, seed=1), include=["model_logprobs"])
+    assert drawable < 400
+    report = parity.check(load_text_model(folder), outputs)
+    assert not report.all_equal and "pass vocab_limit=engine.info.vocab_size" in str(report)
+    report = parity.check(load_text_model(folder), outputs, vocab_limit=drawable)
+    assert report.all_equal and "vocab_limit" not in str(report)
 
 
 def test_another_order_of_adding_is_found(make_case: Callable[..., Case]) -> None:
