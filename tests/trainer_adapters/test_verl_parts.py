@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from rollsync import BadRequest, ConfigError, IllegalState, PromptTooLong, SampleOutput
 from rollsync.rollout.cli import main
+from rollsync.rollout.errors import EngineDead
 from rollsync.trainer_adapters.verl.gate import Gate
 from rollsync.trainer_adapters.verl.sampling import read_params, seeded, token_output
 from rollsync.trainer_adapters.verl.settings import engine_config, replica_settings
+from rollsync.trainer_adapters.verl.updates import ReplicaUpdates
 
 MODEL = SimpleNamespace(path="/model", lora_rank=0)
 USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -117,6 +119,25 @@ def test_a_closed_gate_parks_or_turns_away_and_parking_ends() -> None:
         gate.close(reject=False)
         with pytest.raises(IllegalState, match=r"0\.2 s"):
             await gate.admits()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", [EngineDead("the engine ended"), ValueError("a fault of ours")])
+def test_all_ranks_learn_at_once_that_the_engine_died_at_the_commit(fault: Exception) -> None:
+    class Dying:
+        async def command(self, verb: str, **_: Any) -> Any:
+            if verb == "open_update":
+                return {"id": "u", "version": 1}
+            raise fault
+
+    async def run() -> None:
+        updates = ReplicaUpdates(Dying(), ranks=3, timeout_s=30.0)  # type: ignore[arg-type]
+        await updates.begin(1)
+        calls = (updates.end(1, rank, None, None if rank else "u", {}) for rank in range(3))
+        async with asyncio.timeout(5):
+            first, *others = await asyncio.gather(*calls)
+        assert not first["ok"] and str(fault) in first["error"] and others == [first, first]
 
     asyncio.run(run())
 

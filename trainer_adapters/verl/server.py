@@ -7,7 +7,7 @@ from typing import Any
 
 from ...rollout.engine.async_engine import AsyncEngine
 from ...rollout.engine.types import RolloutRequest
-from ...rollout.errors import BadRequest
+from ...rollout.errors import BadRequest, RollsyncError
 from .gate import Gate
 from .sampling import read_params, rejected, seeded, token_output
 from .settings import engine_config, field_of, replica_settings
@@ -171,7 +171,10 @@ class RollsyncServer:
 
     async def _serves(self) -> str:
         """What is served now, in words."""
-        weights = (await self.status())["state"]["weights"]
+        try:
+            weights = (await self.status())["state"]["weights"]
+        except RollsyncError as error:  # a rank that learns why the update failed must learn it all the same
+            return f"nothing is served ({error})"
         return f"version {weights['version']} is served" if weights["valid"] else f"nothing is served ({weights['reason']})"
 
     async def status(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...rollout.engine.async_engine import AsyncEngine
-from ...rollout.errors import IllegalState, RollsyncError
+from ...rollout.errors import RollsyncError, describe
 
 Outcome = dict[str, Any]
 """{"ok": True, "report": the engine's words on its commit} or {"ok": False, "error": what went wrong}"""
@@ -76,13 +76,16 @@ class ReplicaUpdates:
             meeting.all_there.set()
         if rank:
             return await self._other(number, meeting)
+        outcome: Outcome = {"ok": False, "error": "the leader of the replica gave up"}  # unless it gets further
         try:
             outcome = await self._lead(meeting, update_id, digests)
+        except Exception as error:  # the other ranks wait for an outcome, whatever goes wrong
+            outcome = {"ok": False, "error": describe(error)}
         finally:
             self._meetings.pop(number, None)
-        meeting.outcome.set_result(outcome)
-        if not meeting.all_there.is_set():
-            self._unattended = {number: outcome}
+            meeting.outcome.set_result(outcome)
+            if not meeting.all_there.is_set():
+                self._unattended = {number: outcome}
         return outcome
 
     async def _lead(self, meeting: _Meeting, update_id: str | None, digests: Mapping[str, int] | None) -> Outcome:
@@ -119,5 +122,5 @@ class ReplicaUpdates:
             return
         try:
             await self._engine.command("abort_update", update_id=update_id, reason=reason[:1000])
-        except IllegalState:
-            return  # its deadline ended it, or it is committed
+        except RollsyncError:
+            return  # its deadline ended it, it is committed, or the engine is dead
