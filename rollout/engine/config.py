@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
 import re
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,11 +264,28 @@ def _flat_names() -> dict[str, list[str]]:
     return names
 
 
+def _check_kinds(flat: dict[str, Any]) -> None:
+    """ConfigError, naming the key, for a number, a switch or a text where another of the three belongs."""
+    parts = {"cache": CacheConfig, "scheduler": SchedulerConfig, "numerics": NumericsConfig}
+    for key, value in flat.items():
+        part, _, leaf = key.rpartition(".")
+        kind, _, or_none = str(next(f.type for f in dataclasses.fields(parts.get(part, EngineConfig)) if f.name == leaf)).partition(" | ")
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        good, allowed = {
+            "int": (number and isinstance(value, numbers.Integral), "a whole number"),
+            "float": (number, "a number"),
+            "bool": (isinstance(value, bool) or (number and value in (0, 1)), "true or false"),
+            "str": (isinstance(value, str | os.PathLike), "text"),
+        }[kind]
+        if not good and not (or_none and value is None) and key != "trace":  # which says it itself
+            raise ConfigError(f"{key} must be {allowed}{' or left out' if or_none else ''}, got {reprlib.repr(value)}")
+
+
 def make_config(model: str | EngineConfig, options: dict[str, Any]) -> EngineConfig:
     """A configuration from a model name and keywords: `block_tokens=4`, `cache_block_tokens=4` or `**{"cache.block_tokens": 4}`.
 
     Raises:
-        ConfigError: an unknown or ambiguous name; lists the known ones.
+        ConfigError: an unknown or ambiguous name; lists the known ones. A value of another kind than the option's, or out of its range.
     """
     if isinstance(model, EngineConfig):
         if options:
@@ -281,4 +300,5 @@ def make_config(model: str | EngineConfig, options: dict[str, Any]) -> EngineCon
             hint = "" if keys else did_you_mean(name, names)
             raise ConfigError(f"{'ambiguous or repeated' if keys else 'unknown'} engine option {name!r}{hint}; known: {known}")
         flat[keys[0]] = value
+    _check_kinds(flat)
     return EngineConfig.from_flat(flat)

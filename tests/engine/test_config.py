@@ -81,9 +81,17 @@ def test_a_gpu_has_no_page_cache_that_would_make_room() -> None:
         (r"device must be cpu, cuda or cuda:N, got 'gpu'", {"device": "gpu"}),
         (r"numerics\.kernels = avx2 names a CPU build: leave it out with device = cuda", {"device": "cuda", "kernels": "avx2"}),
         (r"cache\.memory_fraction must be a part of the free memory, in \(0, 1\), got 90", {"memory_fraction": 90}),
+        (r"numerics\.threads must be a whole number or left out, got 1\.5", {"threads": 1.5}),
+        (r"numerics\.threads must be a whole number or left out, got '9{12}\.\.\.9+'$", {"threads": "9" * 5000}),
+        (r"cache\.memory_bytes must be a whole number or left out, got inf", {"memory_bytes": float("inf")}),
+        (r"cache\.num_blocks must be a whole number or left out, got True", {"num_blocks": True}),
+        (r"^tp must be a whole number, got None", {"tp": None}),
+        (r"cache\.prefix_cache must be true or false, got 'no'", {"prefix_cache": "no"}),
+        (r"cache\.memory_fraction must be a number or left out, got 'half'", {"memory_fraction": "half"}),
+        (r"device must be text or left out, got 3", {"device": 3}),
     ],
 )
-def test_devices_and_fractions_are_checked_by_name(words: str, fields: dict[str, Any]) -> None:
+def test_kinds_and_ranges_are_checked_by_name(words: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=words):
         make_config("m", fields)
 
