@@ -39,6 +39,11 @@ def test_own_arguments_are_taken_out() -> None:
         (["--rollsync.threads", "0"], "numerics.threads must be in"),
         (["--rollsync.nothing", "1"], "unknown engine option 'nothing'"),
         (["--rollsync.partial_kv", "drop"], "rollsync.partial_kv must be keep or recompute, got 'drop'"),
+        (["--rollsync.threads", "1.5"], "numerics.threads must be a whole number"),
+        (["--rollsync.seed=1e400"], "seed must be a whole number"),
+        (["--rollsync.tp", "2"], "rollsync.tp must be 1, got 2: raise vllm.num_engines"),
+        (["--vllm.num_engines", "-3"], "vllm.num_engines must be at least 1.*got -3"),
+        (["--vllm.num_engines", "00"], "vllm.num_engines must be at least 1.*got 00"),
         ([], "vllm.num_engines must be at least 1"),
         (["--vllm.num_engines=0"], "vllm.num_engines must be at least 1"),
         (["--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "2"], "vllm.tensor_parallel_size must be 1"),
@@ -63,6 +68,22 @@ def test_the_users_runtime_env_is_kept() -> None:
     job["env_vars"][launch.RAY_HOOK] = "ray_runtime_env_func::abc"
     with pytest.raises(BadRequest, match="worker_process_setup_hook must be a name like"):
         launch.runtime_env({launch.RAY_JOB: json.dumps({"runtime_env": job})})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{bad", " must be a JSON object, got {bad"),
+        ("[]", r" must be a JSON object, got \[\]"),
+        ("null", " must be a JSON object, got None"),
+        ('{"runtime_env": "x"}', ": runtime_env must be a JSON object, got 'x'"),
+        ('{"runtime_env": {"env_vars": ["a"]}}', r": runtime_env.env_vars must be a JSON object, got \['a'\]"),
+        ('{"runtime_env": {"env_vars": {"A": 1}}}', ": runtime_env.env_vars.A must be text, got 1"),
+    ],
+)
+def test_a_runtime_env_that_is_none_is_told_by_name(text: str, words: str) -> None:
+    with pytest.raises(BadRequest, match=launch.RAY_JOB + words):
+        launch.runtime_env({launch.RAY_JOB: text})
 
 
 def test_vllm_is_stood_in_for_only_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

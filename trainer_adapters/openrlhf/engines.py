@@ -55,6 +55,7 @@ def make_engines(
         raise BadRequest(f"logprobs_mode must be processed_logprobs, got {logprobs_mode!r}", field="logprobs_mode")
     own = dict(own)
     partial_kv = own.pop("partial_kv", "keep")
+    first_seed = seed if (given := own.pop("seed", None)) is None else given
     device = own.get("device") or (None if ray.cluster_resources().get("GPU") else "cpu")
     options: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -70,7 +71,7 @@ def make_engines(
         engines.append(
             actor.remote(
                 pretrain,
-                {"seed": seed + number, **options},
+                {**options, "seed": first_seed + number},
                 agent_func_path=agent_func_path,
                 remote_rm_url=remote_rm_url,
                 partial_kv=partial_kv,

@@ -56,6 +56,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         own[name] = _value(value)
     if (partial_kv := own.get("partial_kv", "keep")) not in PARTIAL_KV:
         raise BadRequest(f"rollsync.partial_kv must be {' or '.join(PARTIAL_KV)}, got {partial_kv!r}", field="rollsync.partial_kv")
+    if own.get("tp", 1) != 1:
+        raise BadRequest(f"rollsync.tp must be 1, got {own['tp']!r:.100}: raise vllm.num_engines instead", field="rollsync.tp")
     make_config("a model", {name: value for name, value in own.items() if name != "partial_kv"})
     return own, rest
 
@@ -88,25 +90,53 @@ def check_arguments(rest: Sequence[str]) -> None:
         given = vars(parser.parse_known_args(list(rest))[0])
     except argparse.ArgumentError:
         return  # OpenRLHF's own parser says it better
+    engines, shards, rank, images = (
+        _whole(given[name]) for name in ("vllm.num_engines", "vllm.tensor_parallel_size", "ds.lora.rank", "data.max_images_per_prompt")
+    )
     rules = (
-        ("vllm.num_engines", str(given["vllm.num_engines"]) != "0", "at least 1: without engines there is nothing to take the place of"),
-        ("vllm.tensor_parallel_size", str(given["vllm.tensor_parallel_size"]) == "1", "1: raise vllm.num_engines instead"),
-        ("ds.lora.rank", str(given["ds.lora.rank"]) == "0", "0: OpenRLHF sends adapters unmerged, and no engine can take them so"),
-        ("data.max_images_per_prompt", str(given["data.max_images_per_prompt"]) == "0", "0: text only"),
+        ("vllm.num_engines", engines is None or engines > 0, "at least 1: without engines there is nothing to take the place of"),
+        ("vllm.tensor_parallel_size", shards in (None, 1), "1: raise vllm.num_engines instead"),
+        ("ds.lora.rank", rank in (None, 0), "0: OpenRLHF sends adapters unmerged, and no engine can take them so"),
+        ("data.max_images_per_prompt", images in (None, 0), "0: text only"),
         ("ds.param_dtype", given["ds.param_dtype"] == "bf16", "bf16: engines compute in bfloat16 or float32"),
     )
     if bad := [f"{name} must be {allowed}; got {given[name]}" for name, good, allowed in rules if not good]:
         raise BadRequest("; ".join(bad), field=bad[0].partition(" ")[0])
 
 
+def _whole(given: Any) -> int | None:
+    """As OpenRLHF's own parser reads it; None is left for that to refuse."""
+    try:
+        return int(given)
+    except ValueError:
+        return None
+
+
+def _job(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The runtime_env that `ray job submit` left for this job. BadRequest: it is none, and where it differs."""
+    text = environ.get(RAY_JOB) or "{}"
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise BadRequest(f"{RAY_JOB} must be a JSON object, got {text:.100}: {error}", field=RAY_JOB) from None
+    job = (config.get("runtime_env") or {}) if isinstance(config, dict) else config
+    env_vars = (job.get("env_vars") or {}) if isinstance(job, dict) else job
+    for what, value in (("", config), (": runtime_env", job), (": runtime_env.env_vars", env_vars)):
+        if not isinstance(value, dict):
+            raise BadRequest(f"{RAY_JOB}{what} must be a JSON object, got {value!r:.100}", field=RAY_JOB)
+    if wrong := [name for name, value in env_vars.items() if not isinstance(value, str)]:
+        raise BadRequest(f"{RAY_JOB}: runtime_env.env_vars.{wrong[0]} must be text, got {env_vars[wrong[0]]!r:.100}", field=RAY_JOB)
+    return {**job, "env_vars": env_vars}
+
+
 def runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
     """What every worker gets: the user's own (of `ray job submit`), what OpenRLHF adds, and our hook, which calls the user's."""
-    job = json.loads(environ.get(RAY_JOB) or "{}").get("runtime_env") or {}
-    job_vars = dict(job.get("env_vars") or {})
+    job = _job(environ)
+    job_vars = dict(job["env_vars"])
     theirs = job_vars.pop(RAY_HOOK, None) or job.get("worker_process_setup_hook")
     env_vars = {name: environ.get(name, default) for name, default in STOCK_ENV.items()} | job_vars | {RAY_HOOK: HOOK}
     if theirs and theirs != HOOK:
-        if not isinstance(theirs, str) or "::" in theirs:
+        if not isinstance(theirs, str) or "::" in theirs or "." not in theirs:
             raise BadRequest(
                 f"worker_process_setup_hook must be a name like package.function, got {theirs!r}", field="worker_process_setup_hook"
             )
