@@ -23,12 +23,13 @@ from ..rollout.engine.engine import Engine
 from ..rollout.engine.generate import RolloutOutput
 from ..rollout.engine.host_memory import resident_bytes
 from ..rollout.engine.params import SamplingParams
-from ..rollout.errors import IllegalState
+from ..rollout.errors import IllegalState, describe
 from ..weight_sync.ranks import Ranks
 from ..weight_sync.sender import SyncReport
 from ..weight_sync.sources import WeightSource, weights_from
 from .colocated_parts import PhaseReport, aside, make_engine, model_reader
 from .engine_sync import EngineUpdate
+from .errors import TargetError
 from .lockstep import LEAVING, Lockstep, PatientRanks, ranks_here
 from .rows import check_rows
 from .sharing import share as share_weights
@@ -82,22 +83,24 @@ class ColocatedEngine:
         """of the weights that the engine holds; None while it holds none"""
         self.last_phase: PhaseReport | None = None
         """of the phase that ended last"""
-        hosts = self._ranks.gather(socket.gethostname())
-        sharing = hosts.count(hosts[self._ranks.rank])
 
         made: list[Engine] = []
         try:
+            hosts = self._ranks.gather(socket.gethostname())
+            sharing = hosts.count(hosts[self._ranks.rank])
             with aside():
                 self._lockstep.together("making the engine", lambda: made.append(make_engine(trained, dtype, tokenizer, sharing, options)))
+            (self.engine,) = made
+            self.shared_bytes = 0
+            """of weights that lie in one place for the trainer and the engine"""
+            if share:
+                self.shared_bytes = self._lockstep.together("sharing weights", lambda: share_weights(self._model(), self.engine))
+            self._lockstep.together("giving memory back", self.sleep)
         except BaseException:
-            for engine in made:  # this rank's, and another's failed
+            for engine in made:  # this rank's; it may be another's that failed
                 engine.close()
             self._leave()
             raise
-        (self.engine,) = made
-        self.shared_bytes = self._lockstep.together("sharing weights", lambda: share_weights(self._model(), self.engine)) if share else 0
-        """of weights that lie in one place for the trainer and the engine"""
-        self.sleep()
 
     def __enter__(self) -> ColocatedEngine:
         return self
@@ -126,7 +129,7 @@ class ColocatedEngine:
         """A phase of generation: memory comes, then the model's weights; at its end memory goes. `last_phase` then says what it took.
 
         Args:
-            version: of the model's weights, e.g. the trainer's step; None: the last one plus 1. Not below the last one.
+            version: of the model's weights, e.g. the trainer's step; None: the last one plus 1. Not below the last one, alike on all ranks.
             sync: False samples from the weights of the last sync (`between="keep"`).
 
         Raises:
@@ -148,17 +151,30 @@ class ColocatedEngine:
             raise IllegalState("the engine is closed" if self._closed else "a phase of generation is on already: end it first")
         self._lockstep.begin()
         self.begin_report()
+        following = self._agreed_version(version)
         if sync:
             weights = self._lockstep.together("reading the model", self._weights)
-            self.sync_from(weights, self._next(version), self._ranks)
-        else:
+            self.sync_from(weights, following, self._ranks)
+            return
+        try:
             self._lockstep.together("waking up", lambda: self.wake_held(version))
+        except BaseException as error:
+            if self.awake:  # another rank is not
+                self._sleep_after(error)
+            raise
 
-    def _next(self, version: int | None) -> int:
-        held: int = self.engine.control.lifecycle.version
-        if version is not None:
-            return version
-        return held + 1 if self._synced else 1
+    def _agreed_version(self, version: int | None) -> int:
+        """Of the phase's weights, one for all ranks; a commit that failed on one of them may have left engines at different ones.
+
+        Raises:
+            TargetError: on every rank: they were given different versions.
+        """
+        following = self.engine.control.lifecycle.version + 1 if self._synced else 1
+        told = self._lockstep.meet("the start of the phase", value=(version, following))
+        if any(given != version for given, _ in told):
+            shown = ", ".join(f"rank {rank} {given}" for rank, (given, _) in enumerate(told))
+            raise TargetError([f"the trainer's ranks begin this phase with different versions ({shown}): all must give the same one"])
+        return max(last for _, last in told) if version is None else version
 
     def _weights(self) -> WeightSource:
         return weights_from(self._model(), dtype=getattr(torch, self.info.dtype), ranks=self._ranks)
@@ -185,8 +201,8 @@ class ColocatedEngine:
                     report = EngineUpdate(self.engine.control, force=force or not self._synced).run(weights, version, ranks)
                 self._report.rss_bytes["synced"] = resident_bytes()
                 self._wake("kv_cache")
-        except BaseException:
-            self.sleep()
+        except BaseException as error:
+            self._sleep_after(error)
             raise
         self.awake = self._synced = True
         self.version = self._report.version = version
@@ -226,30 +242,38 @@ class ColocatedEngine:
         """What leaving `generating` does. Give `trouble`, if an error ends the phase: the other ranks raise it too."""
         if not self.awake:
             return
-        self.sleep()
         if trouble is None:
-            self._lockstep.meet(LEAVING)
-        elif isinstance(trouble, Exception):  # an interrupt waits for nobody
+            self._lockstep.together(LEAVING, self.sleep)
+            return
+        self._sleep_after(trouble)
+        if isinstance(trouble, Exception):  # an interrupt waits for nobody
             with contextlib.suppress(Exception):  # `trouble` itself goes on
                 self._lockstep.meet(LEAVING, trouble)
 
     def sleep(self) -> None:
-        """Give memory back. Requests that an error has left behind go too."""
+        """Give memory back. Requests that an error has left behind go too. Even if that fails the phase is over."""
+        was_awake, self.awake = self.awake, False
         engine, report = self.engine, self._report
         report.rss_bytes["generated"] = resident_bytes()
+        tags = TAGS if self._between == "discard" or engine.control.lifecycle.invalid is not None else TAGS[1:]
+        if "weights" in tags:
+            self.version = None
         with self.timed("sleep"):
             engine.abort(all=True, reason="the phase of generation ended")
             engine.poll()
-            tags = TAGS if self._between == "discard" or engine.control.lifecycle.invalid is not None else TAGS[1:]
             report.freed_bytes = engine.control.sleep(tags, weights="discard")["freed_bytes"]
-        if "weights" in tags:
-            self.version = None
         report.rss_bytes["after"] = resident_bytes()
         report.seconds["total"] = time.perf_counter() - self._began
-        if self.awake:
+        if was_awake:
             self.last_phase = report
-        self.awake = False
         self.begin_report()
+
+    def _sleep_after(self, trouble: BaseException) -> None:
+        """Sleep because of `trouble`, which goes on: an error in that is a note on it."""
+        try:
+            self.sleep()
+        except Exception as error:
+            trouble.add_note(f"giving memory back then failed as well: {describe(error)}")
 
     def begin_report(self) -> None:
         """What is measured from now on belongs to the next phase."""

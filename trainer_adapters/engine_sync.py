@@ -37,7 +37,10 @@ class EngineUpdate:
         """See `Target.sync`."""
         began = time.perf_counter()
         try:
-            nbytes = sum(together(ranks, "send", lambda: self._send(weights, version, drain=ranks.size > 1))[:1])
+            told = together(ranks, "send", lambda: (self._send(weights, version, drain=ranks.size > 1), version))
+            nbytes = told[0][0]
+            if len({version for _, version in told}) > 1:
+                raise UpdateError(f"trainer ranks give these weights different versions: {[version for _, version in told]}, by rank")
             sent = time.perf_counter()
             status = together(ranks, "commit", lambda: self._control.commit_update(self._id))[ranks.rank]
         except BaseException as error:

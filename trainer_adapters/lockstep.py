@@ -75,23 +75,24 @@ class Lockstep:
         self.meet(place, trouble)
         return value  # type: ignore[no-any-return]
 
-    def meet(self, place: str, trouble: BaseException | None = None) -> None:
-        """Tell the others, and hear of them. See `together`."""
+    def meet(self, place: str, trouble: BaseException | None = None, value: Any = None) -> list[Any]:
+        """Tell the others, and hear of them: every rank's `value`. See `together`."""
         if self._ranks.size == 1:
             if trouble is not None:
                 raise trouble
-            return
+            return [value]
         if self._parted:
             raise TargetError([f"trainer rank {self._ranks.rank} is alone at {place}: the others have left this phase"]) from trouble
-        told: list[tuple[str, str | None]]
+        told: list[tuple[str, str | None, Any]]
         try:
-            told = self._ranks.gather((place, None if trouble is None else describe(trouble)))
+            told = self._ranks.gather((place, None if trouble is None else describe(trouble), value))
         except TargetError as error:
             raise TargetError([f"at {place}: {words}" for words in error.problems]) from trouble or error
-        self._parted = LEAVING in (there for there, _ in told)
-        problems = [f"trainer rank {rank} failed at {there}: {words}" for rank, (there, words) in enumerate(told) if words is not None]
-        if not problems and any(there != place for there, _ in told):
-            where = ", ".join(f"rank {rank} at {there}" for rank, (there, _) in enumerate(told))
+        self._parted = LEAVING in (there for there, _, _ in told)
+        problems = [f"trainer rank {rank} failed at {there}: {words}" for rank, (there, words, _) in enumerate(told) if words]
+        if not problems and any(there != place for there, _, _ in told):
+            where = ", ".join(f"rank {rank} at {there}" for rank, (there, _, _) in enumerate(told))
             problems = [f"the trainer's ranks are at different places ({where}): all must make the same calls in a phase"]
         if problems:
             raise TargetError(problems) from trouble
+        return [value for _, _, value in told]

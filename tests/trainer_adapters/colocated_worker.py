@@ -94,6 +94,21 @@ def failures(folder: str, rank: int) -> dict[str, Any]:
                 model.model.norm.weight.fill_(torch.inf)
             found["sync"] = outcome(sync)
             model.model.norm.weight.copy_(kept)
+        found["versions"] = outcome(lambda: engine.begin(5 + rank))
+        with engine.generating():  # after a commit that rank 1 alone did not make
+            found["version"] = engine.version
+
+        def restless() -> None:
+            with engine.generating():
+                if rank == 1:
+                    engine.sleep = fail  # type: ignore[method-assign]
+
+        def fail() -> None:
+            del engine.sleep
+            engine.sleep()
+            raise OSError("no sleep")
+
+        found["sleep"] = outcome(restless)
         found["generate"] = outcome(generate)
         found["body"] = outcome(body)
         found["uneven"] = outcome(uneven)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from rollsync import SamplingParams
+from rollsync import Engine, SamplingParams
 from rollsync.kernels.native_lib import available_builds
 from rollsync.rollout.errors import BadRequest, ConfigError, IllegalState
 from rollsync.rollout.selftest.model import tiny_config
@@ -183,6 +183,44 @@ def test_texts_need_a_tokenizer_by_name_or_as_an_object(tmp_path: Path) -> None:
     with ColocatedEngine(load(folder), tokenizer=folder, **OPTIONS) as engine, engine.generating():
         (output,) = engine.generate(["a text"], PARAMS)
         assert output.prompt_token_ids == engine.engine.tokenizer.encode("a text") and isinstance(output.texts[0], str)
+
+
+def test_a_sleep_that_fails_ends_the_phase_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh()
+    with ColocatedEngine(model, **OPTIONS) as engine:
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise OSError("no sleep")
+
+        def phase() -> None:
+            with engine.generating():
+                assert 1 / len(noted)
+
+        noted = [1]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.engine.control, "sleep", fail)
+            with pytest.raises(OSError, match="no sleep"):
+                phase()
+            assert not engine.awake and engine.version is None
+            noted = []
+            with pytest.raises(ZeroDivisionError) as caught:
+                phase()
+            assert "no sleep" in caught.value.__notes__[0]
+            with pytest.raises(UpdateError, match="must not go back") as refused, engine.generating(version=0):
+                pass
+            assert "no sleep" in refused.value.__notes__[0]
+        with engine.generating():
+            outputs = engine.generate(PROMPTS, PARAMS)
+    assert parity.check(model, outputs).equal
+
+
+def test_an_engine_that_cannot_be_had_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    close = Engine.close
+    monkeypatch.setattr(Engine, "close", lambda engine: (closed.append(engine), close(engine)))
+    with pytest.raises(ValueError, match="computes in"):
+        ColocatedEngine(fresh(), share=True, dtype="bfloat16", **OPTIONS)
+    assert len(closed) == 1
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

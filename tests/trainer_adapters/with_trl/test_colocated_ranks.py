@@ -27,6 +27,9 @@ def test_what_fails_on_one_rank_raises_on_both(ranks: list[dict[str, Any]]) -> N
     first, second = (found["failures"] for found in ranks)
     for found in (first, second):
         assert found["sync"].startswith("UpdateError: weight update failed in commit on trainer rank 1") and "finite" in found["sync"]
+        assert found["versions"].startswith("TargetError") and "(rank 0 5, rank 1 6)" in found["versions"]
+        assert first["version"] == second["version"] is not None
+        assert found["sleep"].startswith("TargetError: trainer rank 1 failed at the end of the phase: OSError: no sleep")
         assert found["generate"].startswith("TargetError: trainer rank 1 failed at generate") and "prompts[0]" in found["generate"]
         assert found["making"].startswith("TargetError: trainer rank 1 failed at making the engine") and "KV pool" in found["making"]
         assert found["uneven"] == "nothing was raised" and not found["awake"]
