@@ -9,18 +9,17 @@ A target serves nobody before its first sync: what an engine was started with ne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ..rollout.client import RolloutClient
 from ..rollout.engine.params import SamplingParams
-from ..rollout.errors import BadRequest, IllegalState, RollsyncError, ServerUnreachable, describe
+from ..rollout.errors import BadRequest, IllegalState, RollsyncError, describe
 from ..rollout.fleet import RolloutFleet
 from ..rollout.models.config import computation, parse_hf_config
 from ..weight_sync.control import UpdateError
@@ -28,6 +27,8 @@ from ..weight_sync.ranks import Ranks, together
 from ..weight_sync.sender import SyncReport, WeightSender
 from ..weight_sync.sources import WeightSource
 from .errors import TargetError
+from .facts import Facts as Facts
+from .facts import differences, info_of, instance_of
 from .rows import Ask, asks_of, dealt
 from .rows import Row as Row
 from .rows import check_rows as check_rows
@@ -35,31 +36,10 @@ from .rows import derived_seed as derived_seed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-TELL_S = 2.0
-"""how long a server that is not there is waited for in silence"""
+LOOK_S = 5.0
+"""how long a server may take to say which it is"""
 DIGESTS_S = 300.0
 """how long a server may read its weights"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What engines say of themselves; servers of one target say the same."""
-
-    dtype: str
-    """bfloat16 or float32: weights are best sent in it"""
-    fingerprint: str
-    """of the numerics"""
-    vocab_size: int
-    max_model_len: int
-    """tokens of prompt and completion together"""
-    computation: dict[str, Any] = field(default_factory=dict)
-    """what a forward pass computes, by the names of DecoderConfig"""
-
-    @classmethod
-    def of(cls, info: Any) -> Facts:
-        """Out of `Engine.info`, or a server's status."""
-        told = info if isinstance(info, dict) else {name: getattr(info, name) for name in cls.__slots__ if hasattr(info, name)}
-        return cls(**{name: told[name] for name in cls.__slots__ if name in told})
 
 
 class Target(Protocol):
@@ -91,7 +71,8 @@ class Target(Protocol):
         The first sync may take a server back to a lower version, as a new run does; later ones may not.
 
         Raises:
-            UpdateError: on every rank alike: no engine has them, or (at the first sync) not all have.
+            UpdateError: on every rank alike: no engine has them, or (at the first sync) not all have; or one was started again with another
+                model, and gets none.
         """
 
     def restart(self) -> None:
@@ -197,6 +178,7 @@ class UrlTarget:
         self._fleet = RolloutFleet(self.urls, token, patience_s=patience_s)
         self._sender: WeightSender | None = None
         self._facts: Facts | None = None
+        self._instances: dict[str, str | None] = {}
         self.version: int | None = None
 
     def restart(self) -> None:
@@ -219,14 +201,13 @@ class UrlTarget:
         for url in self.urls:
             try:
                 with RolloutClient(url, self._token, timeout_s=self._timeout_s) as client:
-                    found[url] = Facts.of(_info(client, url, self._timeout_s))
+                    found[url] = Facts.of(info_of(client, url, self._timeout_s))
+                    self._instances[url] = instance_of(client)
             except RollsyncError as error:
                 problems.append(str(error) if url in str(error) else f"{url}: {error}")
         first_url = next(iter(found), "")
         for url in list(found)[1:]:
-            told, first = ({**dataclasses.asdict(f), **f.computation} for f in (found[url], found[first_url]))
-            names = [name for name, value in told.items() if name != "computation" and value != first.get(name)]
-            if both := [f"{name} ({told[name]!r} and {first.get(name)!r})" for name in names]:
+            if both := differences(found[url], found[first_url]):
                 problems.append(f"{url} and {first_url} differ in {', '.join(both)}: all servers must serve one model alike")
         if problems:
             raise TargetError(problems)
@@ -257,7 +238,9 @@ class UrlTarget:
 
     def sync(self, weights: WeightSource, version: int, ranks: Ranks) -> SyncReport:
         first = self.version is None
-        if self._sender is None:
+        if self._sender is not None:
+            together(ranks, "check", self._check_restarted, lead=True)
+        else:
             self._facts = together(ranks, "connect", self.facts, lead=True)
             options = {"transport": self._transport, "token": self._token, "timeout_s": self._timeout_s, **self._options}
             self._sender = WeightSender(self.urls, weights, ranks=ranks, **options)
@@ -272,6 +255,21 @@ class UrlTarget:
             together(ranks, "check", lambda: self._check_held(report.digests or {}), lead=True)
         self.version = self._fleet.min_version = version
         return report
+
+    def _check_restarted(self) -> None:
+        """TargetError if a server was started again with another model. One that is silent now gets no prompts until it is synced."""
+        problems = []
+        for url in self._instances:
+            with contextlib.suppress(RollsyncError), RolloutClient(url, self._token, min(self._timeout_s, LOOK_S)) as client:
+                if (instance := instance_of(client)) not in (None, self._instances[url]):
+                    told = Facts.of(info_of(client, url, self._timeout_s))
+                    alike = dataclasses.replace(told, max_model_len=self.facts().max_model_len)  # how much fits is no matter of bits
+                    if both := differences(alike, self.facts()):
+                        problems.append(f"{url} was started again and serves another model than before: {', '.join(both)}")
+                    else:
+                        self._instances[url] = instance
+        if problems:
+            raise TargetError(problems)
 
     def _check_held(self, digests: dict[str, int]) -> None:
         """UpdateError if what servers hold is not what was sent: somebody else updates them."""
@@ -303,27 +301,6 @@ def check_model(facts: Facts, model: Any) -> None:
     names = [name for name, value in mine.items() if theirs.get(name, value) != value]
     if differ := [f"{name} is {theirs[name]!r} in the engine and {mine[name]!r} in the trainer" for name in names]:
         raise TargetError([f"the engine's model is not the trainer's: {'; '.join(differ)}"])
-
-
-def _info(client: RolloutClient, url: str, deadline_s: float) -> dict[str, Any]:
-    """What a server says of its engine, once that is loaded; it need not be ready, as it may wait for its first weights."""
-    end = time.monotonic() + deadline_s
-    told_at = time.monotonic() + TELL_S
-    while True:
-        try:
-            status = client.status()
-            words = f"{url} was still loading its model"
-            if status["info"]:
-                info: dict[str, Any] = status["info"]
-                return info
-        except ServerUnreachable as error:
-            words = str(error)
-        if time.monotonic() >= end:
-            raise ServerUnreachable(f"{words} (waited {deadline_s:g} s): is `rollsync serve` running there?")
-        if time.monotonic() >= told_at:
-            log.warning("waiting for %s (up to %g s)", url, deadline_s)
-            told_at = end
-        time.sleep(0.2)
 
 
 def _is_local(url: str) -> bool:

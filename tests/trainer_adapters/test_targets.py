@@ -14,7 +14,6 @@ from rollsync import BadRequest, Engine, SamplingParams
 from rollsync.rollout.errors import IllegalState
 from rollsync.rollout.models.config import computation, load_decoder_config
 from rollsync.rollout.selftest.model import write_model
-from rollsync.trainer_adapters import targets
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.trainer_adapters.rows import asks_of
 from rollsync.trainer_adapters.targets import EngineTarget, Facts, agreed, check_model, check_rows, target_of
@@ -188,7 +187,7 @@ def test_rows_that_nobody_can_train_on(rows: list[Any], words: str) -> None:
 
 
 def test_a_server_that_is_not_there_is_waited_for_aloud(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(targets, "TELL_S", 0.2)
+    monkeypatch.setattr("rollsync.trainer_adapters.facts.TELL_S", 0.2)
     with pytest.raises(TargetError, match="is `rollsync serve` running there"):
         target_of("http://127.0.0.1:9", timeout_s=0.7).facts()
     assert [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()] == ["waiting for http://127.0.0.1:9 (up to 0.7 s)"]

@@ -139,6 +139,25 @@ def test_a_server_of_another_model(folder: str, server: Server, tmp_path: Path) 
         attach(grpo(folder, tmp_path), [server.url, second.url])
 
 
+def test_a_server_that_comes_back_with_another_model(folder: str, tmp_path: Path) -> None:
+    """Its tensors have the same names and shapes, so that it would take the weights."""
+    with serving(folder, *FLAGS) as server:
+        generation = attach(grpo(folder, tmp_path), server.url, patience_s=2)
+        generation.sync_weights()
+        port = int(server.url.rpartition(":")[2])
+        server.kill()
+    until_free(port)
+    with serving(folder, *FLAGS, port=port):
+        generation.sync_weights()
+        assert generation.generate(prompts=[[3, 4, 5]] * 2)
+    until_free(port)
+    with serving(write_text_model(tmp_path / "other", rope_theta=5000.0), *FLAGS, port=port):
+        for _ in range(2):
+            with pytest.raises(UpdateError, match=r"was started again and serves another model than before: .*rope.*5000"):
+                generation.sync_weights()
+        generation.close()
+
+
 def test_somebody_else_updates_the_server(folder: str, server: Server, tmp_path: Path) -> None:
     trainer = grpo(folder, tmp_path)
     generation = attach(trainer, server.url)
