@@ -296,6 +296,7 @@ class ColocatedTarget:
 
     def __init__(self, owner: ColocatedEngine) -> None:
         self._owner, self._target = owner, EngineTarget(owner.engine)
+        self._stays = False
 
     @property
     def version(self) -> int | None:
@@ -324,7 +325,19 @@ class ColocatedTarget:
             owner.count(rows)
             return rows
         finally:
-            owner.sleep()
+            if not self._stays:
+                owner.sleep()
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Generations in here are one phase: memory is given back at the end, not after each."""
+        self._stays = True
+        try:
+            yield
+        finally:
+            self._stays = False
+            if self._owner.awake:
+                self._owner.sleep()
 
     def sync(self, weights: WeightSource, version: int, ranks: Ranks) -> SyncReport:
         """See `Target.sync`."""

@@ -115,8 +115,9 @@ class RollsyncGeneration:
         vocab_size = self.target.facts().vocab_size
         params = sampling_params(self._trainer)
         column = "temperature_logprobs" if is_plain(params) else "logprobs"
+        version = self.target.version  # a colocated engine may have dropped its weights afterwards
         rows = self.target.generate(prompts, params, seed=self._next_seed(), include=[column] if column != "logprobs" else [])
-        check_rows(rows, len(prompts), vocab_size, column=column, version=self.target.version, allow_empty=True)
+        check_rows(rows, len(prompts), vocab_size, column=column, version=version, allow_empty=True)
         found = [(list(row.token_ids), list(getattr(row, column))) for row in rows]
         if empty := [i for i, (ids, _) in enumerate(found) if not ids]:
             log.warning("rows %s came without a token: each is one EOS with logprob 0, so that it weighs next to nothing", empty)

@@ -7,6 +7,7 @@ TRL corrects no ratios on this path and logs none of its `sampling/*` metrics.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,15 +56,17 @@ def rollout_func(target: Any, *, reply: Reply | None = None, max_turns: int = 8,
 
     def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         generation, step = generation_of(trainer), int(trainer.state.global_step)
-        if synced.get(id(trainer)) != step:
+        if synced.get(id(trainer)) != step or held.version is None:
             generation.sync_weights()
             synced[id(trainer)] = step
         prompt_ids = [_ids(prompt, trainer) for prompt in prompts]
-        rows = _played(generation, prompt_ids, trainer.max_completion_length, reply, max_turns if reply is not None else 1)
+        version = held.version
+        with getattr(held, "staying", contextlib.nullcontext)():
+            rows = _played(generation, prompt_ids, trainer.max_completion_length, reply, max_turns if reply is not None else 1)
         found: dict[str, Any] = {"prompt_ids": prompt_ids, "completion_ids": [r.ids for r in rows], "logprobs": [r.logprobs for r in rows]}
         if reply is not None:
             found["env_mask"] = [r.mask for r in rows]
-        return {**found, "weight_version": [held.version] * len(rows)}
+        return {**found, "weight_version": [version] * len(rows)}
 
     return rollouts
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rollsync import Engine
+from rollsync.trainer_adapters.colocated import ColocatedEngine
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.trainer_adapters.trl_rollout_func import rollout_func
 from trl_cases import COMMON, chats, load, logged, write_text_model
@@ -59,7 +60,8 @@ def test_a_row_for_every_prompt_and_weights_for_every_step(folder: str, tmp_path
     assert told == [[1] * 8, [2] * 8] and len(logged(trainer, "loss")) == 2
 
 
-def test_what_an_environment_says_is_not_trained_on(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("colocated", [False, True])
+def test_what_an_environment_says_is_not_trained_on(colocated: bool, folder: str, tmp_path: Path) -> None:
     """R2."""
     turns: list[int] = []
 
@@ -67,9 +69,17 @@ def test_what_an_environment_says_is_not_trained_on(folder: str, tmp_path: Path)
         turns.append(len(completion))
         return ANSWER if len(completion) < 8 else None
 
-    with Engine(folder, threads=1, num_blocks=64) as engine:
-        _, gave, _ = run(folder, tmp_path, rollout_func(engine, reply=reply, max_turns=3), max_completion_length=24)
-    assert turns
+    trained = load(folder)
+    made = ColocatedEngine(trained, threads=1, num_blocks=64) if colocated else Engine(folder, threads=1, num_blocks=64)
+    with made as engine:
+        syncs = []
+        if colocated:
+            sync_from = engine.sync_from
+            engine.sync_from = lambda *args, **kwargs: syncs.append(args[1]) or sync_from(*args, **kwargs)
+        func = rollout_func(engine, reply=reply, max_turns=3)
+        _, gave, told = run(folder, tmp_path, func, max_completion_length=24)
+        assert not colocated or (syncs == [1, 2] and not engine.awake)
+    assert turns and told == [[1] * 8, [2] * 8]
     for found in gave:
         for ids, logprobs, mask in zip(found["completion_ids"], found["logprobs"], found["env_mask"], strict=True):
             assert len(ids) == len(logprobs) == len(mask) <= 24 and mask[0] == 1
