@@ -47,9 +47,10 @@ def joined(sharded: Any, local: Tensor) -> Tensor:
     mesh, shape = sharded.device_mesh, sharded.shape
     local = local.to(mesh.device_type)  # an offloaded part travels over the devices' group
     cut = [axis for axis, placement in enumerate(sharded.placements) if isinstance(placement, Shard)]
-    if not cut:
+    exact = is_cut(sharded)
+    if exact and not cut:
         return local
-    if not is_cut(sharded) or len(cut) > 1:
+    if not exact or len(cut) > 1:  # (a partial sum, or a strided shard, is no box: PyTorch puts it together)
         whole = DTensor.from_local(local, mesh, sharded.placements, run_check=False, shape=shape, stride=sharded.stride())
         return whole.full_tensor()
     dim, size = sharded.placements[cut[0]].dim, mesh.size(cut[0])

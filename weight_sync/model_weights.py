@@ -46,6 +46,8 @@ class ModelWeights:
                 try:
                     yield slot.name, values
                 except GeneratorExit:  # the caller is gone, but the other ranks need this one to the end
+                    if ranks.size == 1:
+                        return
                     left = slot.name
             del values
         words = [f"trainer rank {rank} left at {name}" for rank, name in enumerate(ranks.gather(left)) if name is not None]

@@ -134,10 +134,10 @@ def held_box(tensor: Tensor, rank: int) -> Box | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate) and coordinate[axis] != 0:
-            return None  # the first replica sends
-        if not isinstance(placement, Replicate | Shard):
+    for placement in placements:  # on every rank alike
+        if type(placement) not in (Replicate, Shard):
             raise ValueError(f"a DTensor placed as {placement} cannot be sent: shard or replicate it")
+    if any(isinstance(placement, Replicate) and at != 0 for at, placement in zip(coordinate, placements, strict=True)):
+        return None  # the first replica sends
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return Box(tuple(offset), tuple(shape))

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from rollsync.weight_sync import gather, model_weights
 from rollsync.weight_sync.lora import UnsupportedModel
-from rollsync.weight_sync.sources import weights_from
+from rollsync.weight_sync.manifest import ChunkError
+from rollsync.weight_sync.sources import held_box, weights_from
+from rollsync.weight_sync.transports import torch_handles
 from torch import nn
 
 if str(Path(__file__).parent) not in sys.path:
@@ -118,3 +121,46 @@ def test_the_text_tower_of_a_multimodal_model() -> None:
     old: Any = nn.Module()
     old.language_model, old.vision_tower = text, nn.Linear(2, 2)
     assert [m.name for m in weights_from(old).metadata()] == list(dict(text.named_parameters()))
+
+
+def test_an_iteration_left_early_alone_computes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    whole = model_weights._whole
+    monkeypatch.setattr(model_weights, "_whole", lambda slot, *more: (read.append(slot.name), whole(slot, *more))[1])
+    stream = iter(weights_from(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]  # a generator
+    assert len(read) == 1
+
+
+def test_what_lies_in_no_boxes_is_put_together_by_torch() -> None:
+    """A partial sum is not the sum, though nothing is cut."""
+    from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DTensor, "full_tensor", lambda self: torch.full((3,), 2.0))
+            assert gather.joined(partial, partial.to_local()).tolist() == [2.0, 2.0, 2.0]
+        with pytest.raises(ValueError, match="cannot be sent: shard or replicate it"):
+            held_box(partial, 0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_kept_buffers_of_one_allocation_are_two() -> None:
+    kept = torch_handles.KeptBuffers()
+    opened = {0: torch.arange(16, dtype=torch.uint8), 64: torch.arange(100, 116, dtype=torch.uint8)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_handles, "open_tensor", lambda buffer: opened[buffer["storage_at"]])
+
+        def bytes_at(at: int, begin: int, dtype: str = "uint8") -> list[int]:
+            buffer = {"kind": "cuda", "handle": b"one", "device": 0, "storage_at": at}
+            return kept.tensor({"buffer": buffer, "dtype": dtype, "shape": [2], "begin": begin}).view(torch.uint8).tolist()
+
+        assert bytes_at(0, 4) == [4, 5] and bytes_at(64, 4) == [104, 105] and len(bytes_at(0, 8, "float32")) == 8
+        for begin, dtype, words in ((-4, "uint8", "begins at byte -4"), (2, "float32", "not aligned"), (15, "uint8", "beyond")):
+            with pytest.raises(ChunkError, match=words):
+                bytes_at(0, begin, dtype)

@@ -68,6 +68,10 @@ def _device_index(device: int | str) -> int:
     raise ValueError(f"no CUDA device here has the UUID {device}")
 
 
+_PLACE = ("kind", "manager", "segment", "device", "handle", "storage_at", "storage_bytes", "offset", "dtype", "shape", "stride")
+"""what says where a buffer lies: several may lie in one allocation, which has one handle"""
+
+
 class KeptBuffers:
     """Buffers of bytes that many chunks lie in, opened once each: torch counts every opening, and whoever shares one counts on one."""
 
@@ -77,11 +81,15 @@ class KeptBuffers:
     def tensor(self, handle: Mapping[str, Any]) -> Tensor:
         """The tensor that lies `begin` bytes into the buffer whose handle is `buffer`, contiguous."""
         buffer = handle["buffer"]
-        key = buffer.get("segment") or buffer.get("handle") or ""
+        key = repr([buffer.get(name) for name in _PLACE])
         if key not in self._open:
             self._open[key] = open_tensor(buffer)
         dtype, shape, begin = DTYPES[handle["dtype"]], torch.Size(handle["shape"]), handle["begin"]
+        if begin < 0:
+            raise ChunkError(f"a tensor begins at byte {begin} of the shared buffer")
         row = self._open[key][begin : begin + shape.numel() * dtype.itemsize]
+        if row.storage_offset() % dtype.itemsize:
+            raise ChunkError(f"a tensor of {handle['dtype']} begins at byte {begin} of the shared buffer, not aligned to it")
         if row.nbytes != shape.numel() * dtype.itemsize:
             raise ChunkError(f"a tensor reaches beyond the shared buffer of {self._open[key].nbytes} bytes")
         return row.view(dtype).view(shape)
