@@ -131,7 +131,9 @@ class ReferenceWeights:
             self.tensors[name], self._shadow[name] = self._shadow[name], self.tensors[name]
 
     def live_bytes(self) -> Iterator[memoryview]:
-        for name in self.specs.keys() - self._lent:
+        for name in self.specs:  # in one order: what is saved is put back by it
+            if name in self._lent:
+                continue
             flat: Any = self.tensors[name].view(-1).view(torch.uint8).numpy()
             yield memoryview(flat)
 
