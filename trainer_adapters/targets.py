@@ -298,6 +298,8 @@ def check_model(facts: Facts, model: Any) -> None:
         log.warning("the trainer's model was not compared with the engine's: %s", error)
         return
     theirs = facts.computation
+    if untold := [name for name in mine if name not in theirs]:
+        log.warning("the trainer's model was not compared with the engine's, which does not tell its %s", ", ".join(untold))
     names = [name for name, value in mine.items() if theirs.get(name, value) != value]
     if differ := [f"{name} is {theirs[name]!r} in the engine and {mine[name]!r} in the trainer" for name in names]:
         raise TargetError([f"the engine's model is not the trainer's: {'; '.join(differ)}"])

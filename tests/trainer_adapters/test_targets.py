@@ -143,6 +143,14 @@ def test_a_model_that_computes_something_else_is_refused(engine: Engine, folder:
         assert words in str(caught.value)
 
 
+def test_a_server_that_tells_nothing_of_its_model_is_not_passed_over(engine: Engine, folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    facts, model = target_of(engine).facts(), load(folder)
+    check_model(facts, model)
+    assert not caplog.records
+    check_model(dataclasses.replace(facts, computation={}), model)
+    assert "not compared" in caplog.text and "rms_norm_eps" in caplog.text
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
 def test_a_model_as_transformers_loads_it_is_the_engines(family: str, tmp_path: Path) -> None:
     """Its config in memory says other words than the file: rotary parameters, layer types."""
