@@ -7,8 +7,10 @@ import json
 import pickle
 import socket
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from rollsync.rollout.engine.async_engine import AsyncEngine
 from rollsync.rollout.engine.types import SampleOutput
 from rollsync.trainer_adapters.errors import TargetError
 from rollsync.trainer_adapters.openrlhf import launch, stub
+from rollsync.trainer_adapters.openrlhf import updates as updates_module
 from rollsync.trainer_adapters.openrlhf.exchange import read_params, told
-from rollsync.trainer_adapters.openrlhf.planes import open_handle
+from rollsync.trainer_adapters.openrlhf.planes import Plane, open_handle
 from rollsync.trainer_adapters.openrlhf.updates import ParameterUpdates
 from rollsync.weight_sync.control import UpdateError
 from safetensors.torch import load_file
@@ -171,7 +174,7 @@ def test_trainer_and_engines_meet_and_broadcast(monkeypatch: pytest.MonkeyPatch)
         open_handle({}, torch.device("cpu"))
 
 
-def test_parameters_become_current_together_or_not_at_all(cancelling: dict[str, str]) -> None:
+def test_parameters_become_current_together_or_not_at_all(cancelling: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cancelling["llama"]
     tensors = {name: tensor + 1 for name, tensor in load_file(Path(folder, "model.safetensors")).items()}
 
@@ -195,11 +198,29 @@ def test_parameters_become_current_together_or_not_at_all(cancelling: dict[str, 
         first = dict(list(tensors.items())[:5])
         with pytest.raises(UpdateError, match=r"version 0 serves on: .*missing"):
             await send(updates, first)
+        third = list(tensors)[2]
+        with pytest.raises(UpdateError, match=f"version 0 serves on: {third}: it came twice"):
+            for name in [*list(tensors)[:3], third]:
+                await updates.take(name, tensors[name].dtype, tensors[name].shape, lambda name=name: tensors[name], last=False)
         name, tensor = next(iter(tensors.items()))
         await updates.take(name, tensor.dtype, tensor.shape, lambda: tensor, last=False)  # the trainer gives up here, and begins anew
         assert await digests() == old
         assert (await send(updates, tensors))["version"] == 1
         assert await digests() != old
+        calls = (
+            updates.take(name, t.dtype, t.shape, lambda t=t: t, last=number == len(tensors))
+            for number, (name, t) in enumerate(tensors.items(), 1)
+        )
+        assert (await asyncio.gather(*calls))[-1]["version"] == 2  # type: ignore[index]  # all at once, one behind the other
+        plane, stuck = Plane(torch.device("cpu")), threading.Event()
+        plane._pair = SimpleNamespace(broadcast=lambda *_, **__: stuck.wait(30), close=stuck.set)
+        monkeypatch.setattr(updates_module, "RECEIVE_S", 0.2)
+        for place, words in enumerate((f"{name}: it did not come within 0.2 s", "init_process_group comes first")):
+            await updates.drop("a new beginning")
+            with pytest.raises(UpdateError, match=words):
+                receive = lambda: plane.receive(tensor.dtype, tuple(tensor.shape))  # noqa: E731
+                await updates.take(name, tensor.dtype, tensor.shape, receive, last=bool(place), give_up=plane.close)
+            assert stuck.is_set()  # nobody is left in the broadcast
         await engine.close()
 
     asyncio.run(script())

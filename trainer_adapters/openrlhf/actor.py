@@ -126,7 +126,8 @@ class RolloutActor:
 
     async def update_weight(self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False) -> Any:
         """Take in the parameter that the trainer broadcasts now; with the last one (`empty_cache`) all become current."""
-        return await self._updates.take(name, dtype, shape, lambda: self._plane.receive(dtype, tuple(shape)), last=empty_cache)
+        receive = lambda: self._plane.receive(dtype, tuple(shape))  # noqa: E731
+        return await self._updates.take(name, dtype, shape, receive, last=empty_cache, give_up=self._plane.close)
 
     async def update_weight_cuda_ipc(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], ipc_handles: Mapping[str, Any], empty_cache: bool = False

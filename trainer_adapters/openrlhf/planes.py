@@ -21,6 +21,13 @@ class Plane:
         self._device = device
         self._ray_group: str | None = None
         self._pair: Any = None
+        self._closed_because = ""
+
+    def close(self, reason: str) -> None:
+        """Leave the group, and refuse until `join` is called again. Waits for nobody; who still receives fails soon, where it can be."""
+        pair, self._pair, self._ray_group, self._closed_because = self._pair, None, None, reason
+        if pair is not None and hasattr(pair, "close"):
+            pair.close()
 
     def join(self, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, backend: str, use_ray: bool) -> None:
         """Meet the trainer (rank 0) and the other engines; returns once all are there.
@@ -47,9 +54,7 @@ class Plane:
             return
         from openrlhf.utils.distributed_util import stateless_init_process_group
 
-        if self._pair is not None and hasattr(self._pair, "close"):
-            self._pair.close()
-        self._ray_group, self._pair = None, None
+        self.close("the trainer's group is formed anew")
         self._pair = stateless_init_process_group(master_address, master_port, rank, world_size, self._device)
 
     def receive(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -62,7 +67,8 @@ class Plane:
             collective.broadcast(tensor, 0, group_name=self._ray_group)
             return tensor
         if self._pair is None:
-            raise IllegalState("no group is formed with the trainer: init_process_group comes first")
+            why = f" (the last was left: {self._closed_because})" if self._closed_because else ""
+            raise IllegalState(f"no group is formed with the trainer{why}: init_process_group comes first")
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._pair.broadcast(tensor, src=0, stream=stream)

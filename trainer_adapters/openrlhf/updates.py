@@ -33,20 +33,30 @@ class ParameterUpdates:
 
     def __init__(self, engine: AsyncEngine, dtype: str) -> None:
         self._engine, self._dtype = engine, dtype
+        self._lock = asyncio.Lock()
+        """one parameter at a time; a new one for every group with the trainer, so that none waits for what an old one still receives"""
         self._id: str | None = None
-        self._names: set[str] = set()
-        """of the parameters that came, of which one that comes again is the first of a new beginning"""
+        self._names: list[str] = []
+        """of the parameters that came; where the first comes again, the trainer begins anew"""
         self._failed: str | None = None
         """why the update under way is lost; its other parameters are received all the same, for the trainer waits for that"""
 
     async def take(
-        self, name: str, dtype: torch.dtype, shape: Sequence[int], receive: Callable[[], torch.Tensor], *, last: bool
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        receive: Callable[[], torch.Tensor],
+        *,
+        last: bool,
+        give_up: Callable[[str], None] | None = None,
     ) -> dict[str, Any] | None:
         """Take in one parameter; with the last one all of them become current.
 
         Args:
             receive: blocks until the parameter is there, and gives it. It is called also for one that is refused: the trainer
                 broadcasts while it calls.
+            give_up: called, with the reason, where nobody waits for `receive` any longer, which would take the next parameter's place.
 
         Returns:
             What the commit says, for the last parameter.
@@ -55,21 +65,40 @@ class ParameterUpdates:
             UpdateError: this parameter, or one before it in this update, cannot be taken in, or the commit is refused. Nothing of
                 the update is served then.
         """
-        shape = tuple(int(n) for n in shape)
-        if name in self._names:
-            await self.drop("the trainer began anew")
-        self._names.add(name)
+        lock = self._lock
+        async with lock:
+            if lock is not self._lock:
+                raise UpdateError(f"{name}: the trainer's group was formed anew before it was received")
+            return await self._take(name, dtype, tuple(int(n) for n in shape), receive, last, give_up)
+
+    async def _take(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        receive: Callable[[], torch.Tensor],
+        last: bool,
+        give_up: Callable[[str], None] | None,
+    ) -> dict[str, Any] | None:
+        lock = self._lock
+        if not self._names or name == self._names[0]:
+            await self._forget("the trainer began anew")
+        elif name in self._names:
+            self._failed = self._failed or f"{name}: it came twice"
+        self._names.append(name)
         places: list[list[int]] = []
         if self._failed is None:
             with self._noting(name):
                 places = await self._announce(name, dtype, shape)
         tensor: torch.Tensor | None = None
+        problem = None
         try:
-            tensor = await asyncio.wait_for(asyncio.to_thread(receive), RECEIVE_S)
-        except TimeoutError:
-            self._failed = self._failed or f"{name}: it did not come within {RECEIVE_S:g} s"
-        except Exception as error:
-            self._failed = self._failed or f"{name}: it could not be received: {type(error).__name__}: {error}"
+            tensor = await _received(receive, name, give_up)
+        except UpdateError as error:
+            problem = str(error)
+        if lock is not self._lock:
+            raise UpdateError(f"{name}: the trainer's group was formed anew while it was received")
+        self._failed = self._failed or problem
         if self._failed is None and tensor is not None:
             with self._noting(name):
                 await self._put(tensor, name, dtype, shape, places)
@@ -77,7 +106,7 @@ class ParameterUpdates:
         if self._failed is None and last:
             with self._noting(name):
                 report = await self._engine.command("commit_update", update_id=self._id)
-                self._id, self._names = None, set()
+                self._id, self._names = None, []
         if self._failed is not None:
             await self._lose(last)
         return report
@@ -116,7 +145,7 @@ class ParameterUpdates:
     async def _lose(self, last: bool) -> None:
         """End the update and tell why. Its other parameters are refused as well; after the last one the next update may begin."""
         words, names = self._failed, self._names
-        await self.drop(str(words))
+        await self._forget(str(words))
         if not last:
             self._failed, self._names = words, names
         served = (await self._engine.command("state"))["weights"]
@@ -126,8 +155,28 @@ class ParameterUpdates:
         raise UpdateError(f"the weights of this step were not taken, and none are served ({served['reason']}): {words}")
 
     async def drop(self, reason: str) -> None:
-        """Forget what came so far: the trainer begins anew."""
-        update_id, self._id, self._failed, self._names = self._id, None, None, set()
+        """Forget what came so far, and what is under way: the trainer's group is formed anew."""
+        self._lock = asyncio.Lock()
+        await self._forget(reason)
+
+    async def _forget(self, reason: str) -> None:
+        update_id, self._id, self._failed, self._names = self._id, None, None, []
         if update_id is not None:
             with contextlib.suppress(RollsyncError):
                 await self._engine.command("abort_update", update_id=update_id, reason=reason[:500])
+
+
+async def _received(receive: Callable[[], torch.Tensor], name: str, give_up: Callable[[str], None] | None) -> torch.Tensor:
+    """What `receive` gives, called on a thread. UpdateError if it gives nothing, or not within RECEIVE_S."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(receive), RECEIVE_S)
+    except (TimeoutError, asyncio.CancelledError) as error:
+        timed_out = isinstance(error, TimeoutError)
+        words = f"{name}: it did not come within {RECEIVE_S:g} s" if timed_out else f"{name}: the call was cancelled"
+        if give_up is not None:
+            give_up(words)
+        if not timed_out:
+            raise
+        raise UpdateError(words) from None
+    except Exception as error:
+        raise UpdateError(f"{name}: it could not be received: {type(error).__name__}: {error}") from None
