@@ -10,6 +10,7 @@ the server, or dropped here. The reward is a toy (even token ids); the point is 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import queue
@@ -197,7 +198,13 @@ def train(model: Any, url: str, prompts: list[list[int]], steps: int, lr: float)
 
 
 if __name__ == "__main__":
-    given, steps = sys.argv[1] if len(sys.argv) > 1 else None, int(sys.argv[2]) if len(sys.argv) > 2 else 30
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("model", metavar="FOLDER", nargs="?", help="a Hugging Face model (default: a small one of random weights)")
+    parser.add_argument("steps", metavar="STEPS", nargs="?", type=int, default=30)
+    args = parser.parse_args()
+    given, steps = args.model, args.steps
+    if steps < 1:
+        parser.error(f"STEPS must be at least 1, got {steps}")
     with tempfile.TemporaryDirectory() as home:
         model, folder, prompts, lr = load(given, str(Path(home)))
         with serving(folder) as url:

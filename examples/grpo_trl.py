@@ -4,7 +4,8 @@
 
 FOLDER is SmolLM2-135M-Instruct (`python examples/demo.py --where folder` says where the demo's is). The task: sums of two digits. A short
 answer that ends in the right number is worth 1, parts of that a part. The one line that is Rollsync's is `attach(trainer, ...)`; with
-parity, which is the default here, TRL's own `sampling/sampling_logp_difference/max` reads exactly 0 at every step.
+parity, which is the default here, TRL's own `sampling/sampling_logp_difference/max` reads exactly 0 at every step. In the table,
+staleness is how many steps older than the trainer's weights those are that drew the samples: 0 is on policy.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import rollsync
 import torch
 from datasets import Dataset
 from rollsync import Engine
@@ -70,7 +73,6 @@ class Table(TrainerCallback):
         self._generation, self._report_to = generation, report_to
         self._generated, self._began = (0, 0.0), 0.0
         self._generate, generation.generate = generation.generate, self._timed
-        print(HEAD, flush=True)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -97,6 +99,8 @@ class Table(TrainerCallback):
             "max_logp_difference": logs[DIFFERENCE],
             "mean_tokens": logs["completions/mean_length"],
         }
+        if not self.rows:  # not before: what reports to wandb writes a banner when training begins
+            print(HEAD, flush=True)
         self.rows.append(row)
         bar = "#" * round(24 * row["reward"])
         print(
@@ -173,6 +177,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"{option} needs the package {package}: pip install {package}")
     if not (Path(args.model) / "config.json").is_file():
         parser.error(f"FOLDER must hold a model with its config.json, got {args.model}")
+    for option, path in (("--plot", args.plot), ("--json", args.json)):
+        if path and not Path(path).resolve().parent.is_dir():
+            parser.error(f"{option} goes to a folder that is not there: {Path(path).resolve().parent}")
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     return args
@@ -189,13 +196,16 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     with target_of(args) as target, tempfile.TemporaryDirectory() as folder:
         rows = train(args, target, folder).rows
-    first, last = (sum(r["reward"] for r in some) / len(some) for some in (rows[:END], rows[-END:]))
+    end = max(1, min(END, len(rows) // 2))  # in a short run the two must not overlap
+    first, last = (sum(r["reward"] for r in some) / len(some) for some in (rows[:end], rows[-end:]))
     seconds = time.perf_counter() - begin
-    print(f"mean reward {first:.3f} over the first {END} steps, {last:.3f} over the last; {seconds:.0f} s", flush=True)
+    print(f"mean reward {first:.3f} over the first {end} of {len(rows)} steps, {last:.3f} over the last {end}; {seconds:.0f} s", flush=True)
     if args.plot:
         plot(rows, args.plot)
     if args.json:
-        settings = {name: getattr(args, name) for name in ("seed", "steps", "learning_rate", "parity")}
+        settings = {name: getattr(args, name) for name in ("seed", "steps", "learning_rate", "parity", "url", "threads")}
+        settings |= {"dtype": "bfloat16", "batch": PROMPTS * SAMPLES, "num_generations": SAMPLES}
+        settings["versions"] = {name: version(name) for name in ("torch", "transformers", "trl")} | {"rollsync": rollsync.__version__}
         found = {**settings, "model": Path(args.model).name, "seconds": seconds, "reward_first": first, "reward_last": last, "curve": rows}
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0

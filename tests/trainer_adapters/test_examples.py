@@ -48,3 +48,7 @@ def test_what_an_answer_is_worth_to_the_trl_example(
         with pytest.raises(SystemExit):
             found.parse([str(tmp_path), option])
         assert f"pip install {package}" in capsys.readouterr().err
+    (tmp_path / "config.json").touch()
+    with pytest.raises(SystemExit):
+        found.parse([str(tmp_path), f"--json={tmp_path}/none/out.json"])
+    assert "--json goes to a folder that is not there" in capsys.readouterr().err
