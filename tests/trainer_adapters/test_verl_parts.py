@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import socket
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from rollsync import BadRequest, ConfigError, IllegalState, PromptTooLong, SampleOutput
 from rollsync.rollout.cli import main
 from rollsync.rollout.errors import EngineDead
+from rollsync.trainer_adapters.verl import check
 from rollsync.trainer_adapters.verl.gate import Gate
 from rollsync.trainer_adapters.verl.sampling import read_params, seeded, token_output
 from rollsync.trainer_adapters.verl.settings import engine_config, replica_settings
@@ -154,3 +158,18 @@ def test_verl_check_names_what_is_not_installed(monkeypatch: pytest.MonkeyPatch,
     assert main(["verl-check"]) == 1
     told = capsys.readouterr().out
     assert "transformers 5.24.0 does not fit" in told and "below 5.11" in told and "cachetools is not installed" in told
+
+
+def test_verl_check_has_a_verdict_where_no_cluster_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{place.getsockname()[1]}"
+        (problem,) = check.reached(address).problems
+        assert "nobody answers there" in problem
+        place.listen()  # somebody who never says a word
+        monkeypatch.setattr(check, "REACH_S", 0.3)
+        slow = tmp_path / "python"
+        slow.write_text("#!/bin/sh\nexec sleep 30\n")
+        slow.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(slow))
+        assert check.reached(address).problems == ("it let no process in within 0.3 s",)

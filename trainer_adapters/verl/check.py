@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import os
 import re
+import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
 }
 """at least, below; the last three are of verl's extra `verl-core`, which `pip install verl` leaves out and `import verl.workers` needs"""
 WORKER_S = 240.0
+REACH_S = 60.0
+"""how long a running cluster may take to let a process in"""
 INSTALL = "pip install 'rollsync[verl]'"
 
 
@@ -131,6 +135,27 @@ def own_ray(num_cpus: int = 4, num_gpus: int = 2) -> Iterator[Any]:
                 os.environ["CUDA_VISIBLE_DEVICES"] = hidden
 
 
+def reached(address: str) -> Finding:
+    """Whether a process gets into the Ray cluster at `address`: tried in one of its own, since `ray.init` waits for minutes."""
+    what = f"the Ray cluster at {address}"
+    if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d{1,5})", address):
+        try:
+            socket.create_connection((place[1], int(place[2])), timeout=min(REACH_S, 10.0)).close()
+        except (OSError, OverflowError) as error:
+            return Finding(what, "", (f"nobody answers there: {error}",))
+    script = (
+        "import sys; from rollsync.rollout.engine.lifeline import killed_with_parent; killed_with_parent(int(sys.argv[2])); import ray; "
+        "ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False); ray.shutdown()"
+    )
+    try:
+        tried = subprocess.run([sys.executable, "-c", script, address, str(os.getpid())], capture_output=True, text=True, timeout=REACH_S)
+    except subprocess.TimeoutExpired:
+        return Finding(what, "", (f"it let no process in within {REACH_S:g} s",))
+    if tried.returncode == 0:
+        return Finding(what, "it answers")
+    return Finding(what, "", ((tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1],))
+
+
 def in_workers(ray: Any) -> list[Finding]:
     """`registered`, as a worker on every node of a Ray cluster has it."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -169,6 +194,10 @@ def run(model: str, address: str | None = None) -> Iterator[Finding]:
         if not found.ok:
             return
     if address is not None:
+        found = reached(address)
+        yield found
+        if not found.ok:
+            return
         import ray
 
         ray.init(address=address, log_to_driver=False, configure_logging=False)
