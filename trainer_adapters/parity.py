@@ -171,7 +171,8 @@ def check(
         batch_tokens: of one forward pass, padding counted; a longer sequence has one to itself.
         vocab_limit: ids from here on are padding of the vocabulary, which the engine never draws (`Engine.info.vocab_size`).
         fingerprint, dtype, library_version: what the engine says of itself, where the rollouts do not.
-        weight_version: of the trainer's weights. Records of a trace say which weights made them, and those of others are refused;
+        weight_version: of the trainer's weights. Records of a trace say which weights made them, and those of others are refused
+            (unless the model is sharded over ranks);
             other rollouts hold no digest, and are found unequal.
         k_shards, head_dtype, kernels: as for `rollsync_parity`.
 

@@ -36,6 +36,11 @@ class ModelWeights:
         """Names, dtypes and shapes as the tensors will come, in that order. Nothing is gathered."""
         return [TensorMeta(s.name, dtype_name(self._dtype or s.dtype), s.shape, (Box.whole(s.shape),)) for s in self._tree().slots]
 
+    @property
+    def collective(self) -> bool:
+        """Whether reading it takes all ranks of torch.distributed."""
+        return _is_spread(self._tree())
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         tree = self._tree()
         ranks = self._ranks or (DistRanks() if _is_spread(tree) else Alone())
