@@ -134,7 +134,8 @@ class Trainer:
         Args:
             path: the route, /collective_rpc or SGLang's.
             spoil: "name": of a tensor that nobody has; "drop": leave the last bucket out; "die": give up after the first bucket;
-                "copy": the buffer's bytes instead of a handle.
+                "copy": the buffer's bytes instead of a handle; "own": give up by an exception of its own; "none": send no tensor;
+                "parts": a message of two; "leave": say garbage instead of the last word.
         """
         buckets: list[list[tuple[str, torch.Tensor, int]]] = [[]]
         used = 0
@@ -168,32 +169,32 @@ class Trainer:
             for rank, socket in enumerate(sockets):
                 sent = io.BytesIO()
                 (pickle.Pickler if spoil == "copy" else ForkingPickler)(sent).dump(value(rank) if callable(value) else value)
-                socket.send(sent.getvalue())
+                socket.send_multipart([sent.getvalue()] * (2 if spoil == "parts" else 1))
 
         def hear() -> bytes:
             return b"".join([socket.recv() for socket in sockets])
 
         try:
             say(lambda rank: torch.multiprocessing.reductions.reduce_tensor(buffers[rank]))
-            for i, bucket in enumerate(buckets[:-1] if spoil == "drop" else buckets):
+            for i, bucket in enumerate(buckets[: {"drop": -1, "none": 0}.get(spoil)]):
                 for _, tensor, at in bucket:
                     begin = i % 2 * half + at
                     for buffer in buffers:
                         buffer[begin : begin + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
                 words = hear()
-                if words or (spoil == "die" and i == 1):
-                    say(RuntimeError("Some workers failed to update weights"))
+                if words or (spoil in ("die", "own") and i == 1):
+                    say(zmq.ZMQBindError("gone") if spoil == "own" else RuntimeError("Some workers failed to update weights"))
                     return words.decode() or "given up"
                 entry = [{"name": n, "dtype": t.dtype, "shape": t.shape, "offset": i % 2 * half + at} for n, t, at in bucket]
                 if spoil == "name" and i == 1:
                     entry[0]["name"] = "nobody.weight"
                 say(entry)
-            for _ in range(2):  # the handle goes away; the end
+            for end in range(2):  # the handle goes away; the end
                 words = hear()
                 if words:
                     say(RuntimeError("Some workers failed to update weights"))
                     return words.decode()
-                say(None)
+                say("garbage" if spoil == "leave" and end else None)
             return hear().decode()
         except zmq.Again:
             return "no answer"

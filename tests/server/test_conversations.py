@@ -207,7 +207,10 @@ def test_checkpoint_engine_has_a_socket_for_each_of_two_ranks(serving: Any, fold
         ("name", "nobody.weight", "nobody.weight"),
         ("drop", "missing", "missing"),
         ("die", "gave up", "given up"),
-        ("copy", "no handle of a tensor", "no handle of a tensor"),
+        ("copy", "zmq_handles: the pickle names", "no handle of a tensor"),
+        ("own", "gave up", "given up"),
+        ("none", "no tensor", "no tensor"),
+        ("parts", "one part", "one part"),
     ],
 )
 def test_an_update_that_checkpoint_engine_does_not_end_well_changes_nothing(
@@ -220,13 +223,26 @@ def test_an_update_that_checkpoint_engine_does_not_end_well_changes_nothing(
     check_serves(http, folders[0])
 
 
+def test_a_parameter_server_that_leaves_after_the_commit_has_updated(
+    http: httpx.Client, trainer: SglangTrainer, folders: list[Path]
+) -> None:
+    reply = trainer.do("serve_parameters", weights=file_of(folders[2]), path="/update_weights_from_ipc", spoil="leave")
+    assert reply["status"] == 200, reply
+    check_serves(http, folders[2])
+    trainer.do("serve_parameters", weights=file_of(folders[0]), path="/update_weights_from_ipc")
+    check_serves(http, folders[0])
+
+
 def test_checkpoint_engine_needs_the_flag_and_a_socket_for_each_rank(http: httpx.Client, server: Any) -> None:
     address = "ipc://@nobody.sock"
     off = httpx.post(f"{server.url}/update_weights_from_ipc", json={"zmq_handles": {"GPU-0": address}})
     assert off.status_code == 400 and "--allow-tensor-pickle" in off.json()["message"]
-    for sockets in ({"GPU-0": address, "GPU-1": address}, {"GPU-0": "tcp://127.0.0.1:9"}, {}):
+    for sockets in ({"GPU-0": address, "GPU-1": address}, {"GPU-0": "tcp://127.0.0.1:9"}, {}, {"GPU-0": "ipc://"}, {"GPU-0": "ipc://@"}):
         refused = http.post("/update_weights_from_ipc", json={"zmq_handles": sockets})
         assert refused.status_code == 400 and refused.json()["error"]["field"] == "zmq_handles", refused.text
+    twice = {"method": "update_weights_from_ipc", "args": [{"GPU-0": address}], "kwargs": {"zmq_handles": {"GPU-0": address}}}
+    refused = http.post("/collective_rpc", json=twice)
+    assert refused.status_code == 400 and "kwargs.zmq_handles" in refused.text
     silent = {"method": "update_weights_from_ipc", "args": [{"GPU-0": address}], "timeout": 0.2}
     answer = http.post("/collective_rpc", json=silent)
     assert answer.status_code == 422 and address in answer.json()["error"]["message"]
@@ -408,5 +424,5 @@ def test_prefixes_are_cached_for_one_salt_alone(http: httpx.Client) -> None:
         sampling = {"max_new_tokens": 1, "sampling_seed": 1}
         return int(ok(http, "/generate", {"input_ids": prompt, "sampling_params": sampling, **salt})["meta_info"]["cached_tokens"])
 
-    assert [cached(), cached(), cached(cache_salt="7"), cached(cache_salt="7"), cached(extra_key="7")] == [0, 32, 0, 32, 32]
-    assert [cached(cache_salt="7", extra_key="8"), cached(cache_salt="8")] == [0, 0]
+    assert [cached(), cached(), cached(cache_salt="7"), cached(cache_salt="7"), cached(extra_key="7")] == [0, 32, 0, 32, 0]
+    assert [cached(cache_salt="7", extra_key="8"), cached(cache_salt="8"), cached(cache_salt="7\n8")] == [0, 0, 0]

@@ -21,12 +21,30 @@ from ..checks import Field, boolean, check, fail, object_schema, string
 from ..replies import until_disconnect
 from .sglang_control import Message, controlled, fields, service_of
 from .sglang_state import GROUP_S, SglangState
-from .tensor_pickle import ITEM_BYTES, MAX_PICKLE_BYTES, Budget, Called, Machine, Named, dtype_of, ints, read_handle
+from .tensor_pickle import (
+    ITEM_BYTES,
+    MAX_PICKLE_BYTES,
+    Budget,
+    Called,
+    Machine,
+    Named,
+    OtherObject,
+    dtype_of,
+    ints,
+    read_handle,
+    refused_in,
+)
 
 SCHEME = "ipc://"
 """of its sockets: nothing else is dialled"""
 GIVE_UP_S = 30.0
 """how long it may take to say that it gives up, once it was told of an error"""
+FIRST_S = 60.0
+"""how long its first message may take: other calls that change weights, and a pause, wait for it"""
+FAREWELL_S = 5.0
+"""how long its last word is waited for, once the update is current"""
+MAX_FRAME_BYTES = 16 * MAX_PICKLE_BYTES
+"""what zmq takes at all: a longer message is dropped, so that one too long is mostly received, and refused in words"""
 Handle = dict[str, Any]
 
 
@@ -64,23 +82,31 @@ class Lines:
         self._timeout_s, self._where = timeout_s, ", ".join(addresses.values())
         self._context = zmq.asyncio.Context()
         self._sockets = []
-        for address in addresses.values():
-            socket = self._context.socket(zmq.REP)
-            socket.linger = 1000
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_PICKLE_BYTES)
-            socket.connect(address)
-            self._sockets.append(socket)
+        try:
+            for address in addresses.values():
+                socket = self._context.socket(zmq.REP)
+                self._sockets.append(socket)
+                socket.linger = 1000
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+                socket.connect(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise BadRequest(f"zmq_handles: {show(address)} cannot be connected to: {error}", field="zmq_handles") from None
 
-    async def take(self, failed: bool = False) -> list[Any]:
-        """The next message of every rank, as tensor_pickle.Machine reads it. Silence if none comes in time."""
-        wait_s = min(self._timeout_s, GIVE_UP_S) if failed else self._timeout_s
+    async def take(self, most_s: float = math.inf) -> list[Any]:
+        """The next message of every rank, as tensor_pickle.Machine reads it. Silence if none comes in time, or in `most_s` seconds."""
+        wait_s = min(self._timeout_s, most_s)
         try:
             async with asyncio.timeout(wait_s):
-                found = await asyncio.gather(*(socket.recv() for socket in self._sockets))
+                found = await asyncio.gather(*(socket.recv_multipart() for socket in self._sockets))
         except TimeoutError:
             raise Silence(f"the parameter server at {self._where} sent nothing for {wait_s:g} s") from None
+        for parts in found:
+            if len(parts) != 1:
+                raise BadRequest(f"zmq_handles: a message must have one part, got {len(parts)}", field="zmq_handles")
         budget = Budget()
-        return await asyncio.to_thread(lambda: [Machine(budget).run(data) for data in found])
+        with refused_in("zmq_handles"):
+            return await asyncio.to_thread(lambda: [Machine(budget).run(data) for (data,) in found])
 
     async def answer(self, words: str = "") -> None:
         for socket in self._sockets:
@@ -129,19 +155,20 @@ async def _converse(lines: Lines, state: SglangState, text: str | None) -> None:
     failed: RollsyncError | None = None
     while True:
         try:
-            messages = await lines.take(failed is not None)
+            messages = await lines.take(GIVE_UP_S if failed is not None else FIRST_S if buffers is None else math.inf)
             if all(message is None for message in messages):
                 if failed is not None:
                     raise failed
                 return
             if failed is None:
-                buffers = await _take_in(messages, buffers, lines, state, text)
+                with refused_in("zmq_handles"):
+                    buffers = await _take_in(messages, buffers, lines, state, text)
         except RollsyncError as error:
             if failed is not None:
                 raise failed from None
             if isinstance(error, Silence):
                 raise
-            if "builtins." in str(error):  # the pickle of an exception: it waits for no answer
+            if isinstance(error, OtherObject):  # the pickle of an exception: it waits for no answer
                 raise UpdateRefused(f"the parameter server gave up: {error}") from None
             failed = error
         await lines.answer("" if failed is None else str(failed) or type(failed).__name__)
@@ -161,10 +188,21 @@ async def _take_in(messages: list[Any], buffers: list[Handle] | None, lines: Lin
 async def _ended(lines: Lines, state: SglangState) -> str:
     """Commit. If that is refused the parameter server hears of it, too, though it only waits for an answer there."""
     try:
+        if state.session is not None and not state.session.tensors:
+            raise UpdateRefused("the parameter server sent no tensor")
         return await state.commit()
     except RollsyncError as error:
         await lines.answer(str(error))
         raise
+
+
+async def _farewell(lines: Lines) -> None:
+    """The buffer goes away, and the parameter server says its last word. Whatever it does, what was taken is taken."""
+    with contextlib.suppress(RollsyncError, TimeoutError, zmq.ZMQError):
+        async with asyncio.timeout(FAREWELL_S):
+            await lines.answer()
+            await lines.take(FAREWELL_S)
+            await lines.answer()
 
 
 async def follow(request: Request, state: SglangState, addresses: dict[str, str], text: str | None, timeout_s: float = GROUP_S) -> str:
@@ -187,15 +225,13 @@ async def follow(request: Request, state: SglangState, addresses: dict[str, str]
         )
     async with state.turn():
         own = state.session is None or not state.session.begun
-        if own:
-            await state.begin(whole=True)
         lines = Lines(addresses, timeout_s)
         try:
+            if own:
+                await state.begin(whole=True)
             await until_disconnect(request.receive, _converse(lines, state, text))
             done = await _ended(lines, state) if own else "the tensors are taken; /end_weight_update makes them current"
-            await lines.answer()  # the buffer goes away
-            await lines.take()
-            await lines.answer()
+            await _farewell(lines)
             return done
         except BaseException as error:
             if own:

@@ -78,6 +78,9 @@ async def collective_rpc(request: Request) -> Response:
     table, call = METHODS[method]
     if not isinstance(args, list) or len(args) > len(table):
         raise BadRequest(f"args must be a list of at most {len(table)} values for {method}", field="args")
+    for named in (f.name for f in table[: len(args)]):
+        if named in got.get("kwargs", {}):
+            raise BadRequest(f"kwargs.{named} is given in args, too", field=f"kwargs.{named}")
     given = {**dict(zip((f.name for f in table), args, strict=False)), **got.get("kwargs", {})}
     await call(request, read(given, table, "kwargs" if "kwargs" in got else "args"), got.get("timeout", GROUP_S))
     return reply(request, {"results": [None] * service_of(request).engine.config.tp})

@@ -341,7 +341,7 @@ def _call(
         request_id=rid,
         group=got["rid"] if listed and isinstance(got.get("rid"), str) else None,
         session=got.get("session_id"),
-        cache_salt="\n".join(got[name] for name in ("cache_salt", "extra_key") if got.get(name)) or None,
+        cache_salt=repr([got.get(k) or "" for k in ("cache_salt", "extra_key")]) if got.get("cache_salt") or got.get("extra_key") else None,
         priority=-got.get("priority", 0),
         stream="tokens" if got.get("stream") else "",
         deadline_s=None,

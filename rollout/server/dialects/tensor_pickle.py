@@ -6,10 +6,11 @@ the name and the arguments, and only the names of torch's own handles are unders
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickletools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +42,33 @@ _MANAGER = re.compile(r"/(?:[\w.+-]+/){1,16}torch-shm-dir-\w{1,16}/manager\.sock
 _SEGMENT = re.compile(r"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
 
 
+class PickleRefused(BadRequest):
+    """A pickle holds what is not taken; the message begins with the field it came in."""
+
+    def __init__(self, words: str, field: str = "serialized_named_tensors") -> None:
+        super().__init__(f"{field}: {words}", field=field)
+        self.words = words
+
+
+class OtherName(PickleRefused):
+    """It names what is no part of a handle."""
+
+
+class OtherObject(PickleRefused):
+    """It is, as a whole, an object of another kind: an exception, say."""
+
+
+@contextlib.contextmanager
+def refused_in(field: str) -> Iterator[None]:
+    """What is refused inside is said of this field."""
+    try:
+        yield
+    except PickleRefused as error:
+        raise type(error)(error.words, field) from None
+
+
 def _refuse(words: str) -> BadRequest:
-    return BadRequest(f"serialized_named_tensors: {words}", field="serialized_named_tensors")
+    return PickleRefused(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +93,7 @@ def _named(module: Any, name: Any) -> Named:
         hint = ""
         if path.startswith(("multiprocessing.", f"{_REDUCTIONS}.rebuild_storage_fd")):
             hint = "; CPU tensors come by name: torch.multiprocessing.set_sharing_strategy('file_system')"
-        raise _refuse(f"the pickle names {show(path)}, which is no handle of a tensor{hint}")
+        raise OtherName(f"the pickle names {show(path)}, which is no handle of a tensor{hint}")
     return Named(path)
 
 
@@ -96,18 +122,32 @@ class Machine:
         """The value. BadRequest for all but what handles of tensors are made of."""
         if len(data) > MAX_PICKLE_BYTES:
             raise _refuse(f"a pickle must be at most {MAX_PICKLE_BYTES} bytes, got {len(data)}")
+        opcodes = pickletools.genops(data)
         try:
-            for opcode, arg, _ in pickletools.genops(data):
+            for opcode, arg, _ in opcodes:
                 self._budget.take()
                 if opcode.name == "STOP":
                     (value,) = self._stack
                     return value
                 self._step(opcode.name, arg)
+        except OtherName as error:
+            if not self._stack and self._is_object(opcodes):
+                raise OtherObject(error.words) from None
+            raise
         except BadRequest:
             raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise _refuse(f"the pickle is malformed: {type(error).__name__}: {str(error)[:200]}") from None
         raise _refuse("the pickle has no end")
+
+    def _is_object(self, rest: Iterable[Any]) -> bool:
+        """Whether a pickle that begins with a name calls it at its end; a tuple that begins with one does not."""
+        last = ""
+        with contextlib.suppress(ValueError):
+            for opcode, _, _ in rest:
+                self._budget.take()
+                last = last if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP") else opcode.name
+        return last in ("REDUCE", "NEWOBJ", "BUILD")
 
     def _step(self, name: str, arg: Any) -> None:
         stack = self._stack
