@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
+from ..rollout.engine.params import SamplingParams
 from ..rollout.errors import IllegalState
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
 from ..weight_sync.sources import weights_from
+from .errors import TargetError
 from .targets import Facts, Target, agreed, check_model, check_rows, derived_seed, target_of
 from .trl_params import is_plain, sampling_params, stop_ids
 from .trl_parity import check_numerics, score_by_engine
@@ -47,6 +49,9 @@ class RollsyncGeneration:
     def __init__(self, trainer: Any, target: Target, ranks: Ranks) -> None:
         self._trainer, self.target, self._ranks = trainer, target, ranks
         self._calls: tuple[Any, int] = (None, 0)
+        self._warned = False
+        self.parity = contextlib.ExitStack()
+        """takes parity off the trainer, where it was put on"""
         self.last_sync: Any = None
         """SyncReport of the last sync: seconds, bytes, version"""
         self.num_syncs = 0
@@ -59,6 +64,14 @@ class RollsyncGeneration:
     def close(self) -> None:
         """Let go of the servers. An engine is its owner's to close."""
         self.target.close()
+
+    def replaced_by(self, other: RollsyncGeneration, *, keep_parity: bool) -> None:
+        """The trainer samples by `other` from now on."""
+        if keep_parity:
+            other.parity.push(self.parity.pop_all().__exit__)
+        self.parity.close()
+        if self.target is not other.target:
+            self.close()
 
     def sync_next(self) -> None:
         """Have the trainer sync before its next rollout, whatever its step is: that may be one that it has synced at already."""
@@ -114,6 +127,7 @@ class RollsyncGeneration:
             raise ValueError("images cannot be served: Rollsync serves text models")
         vocab_size = self.target.facts().vocab_size
         params = sampling_params(self._trainer)
+        self.warn_of_ratios(params)
         column = "temperature_logprobs" if is_plain(params) else "logprobs"
         version = self.target.version  # a colocated engine may have dropped its weights afterwards
         rows = self.target.generate(prompts, params, seed=self._next_seed(), include=[column] if column != "logprobs" else [])
@@ -121,7 +135,22 @@ class RollsyncGeneration:
         found = [(list(row.token_ids), list(getattr(row, column))) for row in rows]
         if empty := [i for i, (ids, _) in enumerate(found) if not ids]:
             log.warning("rows %s came without a token: each is one EOS with logprob 0, so that it weighs next to nothing", empty)
-        return [pair if pair[0] else ([stop_ids(self._trainer)[0]], [0.0]) for pair in found]
+            if not (ends := stop_ids(self._trainer)):
+                raise TargetError([f"row {i} has no token, and the trainer knows no EOS to put in its place" for i in empty])
+            found = [pair if pair[0] else ([ends[0]], [0.0]) for pair in found]
+        return found
+
+    def warn_of_ratios(self, params: SamplingParams) -> None:
+        """Once, if TRL corrects by ratios that hold what sampling cut off."""
+        corrects = getattr(self._trainer, "vllm_importance_sampling_correction", False)
+        if self._warned or is_plain(params) or not corrects:
+            return
+        self._warned = True
+        log.warning(
+            "top_p, top_k, min_p, penalties, biases or min_tokens are on: tokens are drawn from a distribution that TRL does not score "
+            "by, so that its importance sampling correction takes most of the gradient away, and logprobs differ under parity too: leave "
+            "them off, or set vllm_importance_sampling_correction=False"
+        )
 
     def _next_seed(self) -> int:
         """Another one at each call: from the trainer's seed and step, train or eval, the call within these, and the rank."""
@@ -149,15 +178,23 @@ def attach(trainer: Any, target: Any, *, parity: bool | Mapping[str, Any] = Fals
         TargetError: no engine is there, or its model is not the trainer's; what fails on one rank, on all.
     """
     _check_trainer(trainer)
-    sampling_params(trainer)  # refuses what it cannot pass on
+    params = sampling_params(trainer)  # refuses what it cannot pass on
+    before = getattr(trainer, "vllm_generation", None)
+    before = before if isinstance(before, RollsyncGeneration) else None
     ranks: Ranks = DistRanks() if trainer.accelerator.num_processes > 1 else Alone()
     with contextlib.ExitStack() as undo:  # a trainer that is refused stays as it was
+        parity_off = contextlib.ExitStack()
         if parity:
-            undo.callback(score_by_engine(trainer, **({} if parity is True else parity)))
+            parity_off.callback(score_by_engine(trainer, **({} if parity is True else parity)))
+            undo.callback(parity_off.close)
         generation = RollsyncGeneration(trainer, target_of(target, **options), ranks)
         undo.callback(generation.close)
         agreed(ranks, "attach", lambda: _check_engine(trainer, generation.target.facts(), parity))
         undo.pop_all()
+    generation.parity = parity_off
+    if before is not None:
+        before.replaced_by(generation, keep_parity=bool(parity))
+    generation.warn_of_ratios(params)
     trainer.vllm_generation = generation
     trainer.vllm_mode = "colocate"  # looked at for the context length only, which is then the engine's (`llm`), not the model's
     generation.sync_next()

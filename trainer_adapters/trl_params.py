@@ -36,6 +36,11 @@ def sampling_params(trainer: Any) -> SamplingParams:
     if fields["max_tokens"] is not None and fields["max_tokens"] < 1:
         raise BadRequest(f"max_completion_length must be at least 1, got {fields['max_tokens']}", field="max_completion_length")
     given = _given(trainer)
+    if given.get("temperature", fields["temperature"]) != fields["temperature"]:
+        words = f"is {given['temperature']} and the trainer's temperature {fields['temperature']}, by which it scores: say it there alone"
+        raise BadRequest(f"generation_kwargs.temperature {words}", field="temperature")
+    if fields["temperature"] == 0:
+        raise BadRequest("temperature must be above 0: the trainer divides logits by it", field="temperature")
     stops, own = _ids(given.pop("stop_token_ids", ())), given.get("ignore_eos", False)
     stops += () if own is True else stop_ids(trainer)
     given["ignore_eos"] = True if isinstance(own, bool) else own  # the engine's own EOS ids; what is no bool is refused below

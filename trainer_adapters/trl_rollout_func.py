@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..rollout.errors import describe
 from ..weight_sync.ranks import Alone, DistRanks, Ranks
+from .errors import TargetError
 from .targets import agreed, check_model, target_of
 from .trl import RollsyncGeneration
 from .trl_runs import watch_runs
@@ -34,9 +36,12 @@ def rollout_func(target: Any, *, reply: Reply | None = None, max_turns: int = 8,
     Args:
         target: as `attach` takes it: a URL, several, or an `Engine`; with several ranks, an engine of each rank's own.
         reply: what an environment answers to a turn, as token ids: called with the prompt and all since, after each turn that a row took;
-            None ends the row. Its ids are in the completion with `env_mask` 0, and are not trained on.
+            None or nothing ends the row. Its ids are in the completion with `env_mask` 0, and are not trained on.
         max_turns: of the model, per row.
         options: of `UrlTarget`.
+
+    Returns:
+        The function; its `close()` lets go of the servers.
     """
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, got {max_turns}")
@@ -68,6 +73,7 @@ def rollout_func(target: Any, *, reply: Reply | None = None, max_turns: int = 8,
             found["env_mask"] = [r.mask for r in rows]
         return {**found, "weight_version": [version] * len(rows)}
 
+    rollouts.close = held.close  # type: ignore[attr-defined]
     return rollouts
 
 
@@ -94,9 +100,21 @@ class _Played:
         self.mask += [mask] * len(ids)
 
 
+def _answer(reply: Reply, prompt: list[int], completion: list[int], vocab_size: int, where: str) -> list[int]:
+    """What the environment says; nothing ends the row. TargetError: it failed, or gave what are no token ids."""
+    try:
+        answer = list(reply(prompt, completion) or ())
+    except Exception as error:
+        raise TargetError([f"{where} failed: {describe(error)}"]) from error
+    if wrong := [i for i in answer if type(i) is not int or not 0 <= i < vocab_size]:
+        raise TargetError([f"{where} has {wrong[0]!r}, which is no token id of a vocabulary of {vocab_size}"])
+    return answer
+
+
 def _played(generation: RollsyncGeneration, prompts: list[list[int]], limit: int, reply: Reply | None, max_turns: int) -> list[_Played]:
     """Every row, played to its end; at most `limit` tokens of each."""
     rows = [_Played() for _ in prompts]
+    vocab_size = generation.target.facts().vocab_size
     going = list(range(len(prompts)))
     for turn in range(max_turns):
         _, ids, logprobs, _ = generation.generate([prompts[i] + rows[i].ids for i in going])
@@ -106,8 +124,8 @@ def _played(generation: RollsyncGeneration, prompts: list[list[int]], limit: int
             break
         asked, going = [i for i in going if len(rows[i].ids) < limit], []
         for i in asked:
-            answer = reply(prompts[i], rows[i].ids)
-            if answer is not None and len(rows[i].ids) + len(answer) < limit:
+            answer = _answer(reply, prompts[i], rows[i].ids, vocab_size, f"reply of row {i}, turn {turn}")
+            if answer and len(rows[i].ids) + len(answer) < limit:
                 rows[i].add(answer, [0.0] * len(answer), 0)
                 going.append(i)
         if not going:
