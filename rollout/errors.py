@@ -195,8 +195,9 @@ def error_classes(root: type[RollsyncError] = RollsyncError) -> list[type[Rollsy
 
 
 def sent_errors() -> list[type[RollsyncError]]:
-    """Those that a server answers with; the others are met at start-up or made by the client."""
-    return [cls for cls in error_classes() if not issubclass(cls, ConfigError | ServerUnreachable | ProtocolMismatch)]
+    """Those that a server answers with, one for each code; the others are met at start-up or made by the client."""
+    sent = (cls for cls in error_classes() if not issubclass(cls, ConfigError | ServerUnreachable | ProtocolMismatch))
+    return [cls for cls in sent if "code" in vars(cls)]
 
 
 _SHORT = reprlib.Repr()
