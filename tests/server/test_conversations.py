@@ -223,6 +223,16 @@ def test_an_update_that_checkpoint_engine_does_not_end_well_changes_nothing(
     check_serves(http, folders[0])
 
 
+def test_half_an_update_that_was_begun_does_not_become_current_at_its_end(
+    http: httpx.Client, trainer: SglangTrainer, folders: list[Path]
+) -> None:
+    assert http.post("/begin_weight_update", json={}).status_code == 200
+    reply = trainer.do("serve_parameters", weights=file_of(folders[2]), path="/update_weights_from_ipc", spoil="die")
+    assert reply["status"] == 400 and "gave up" in reply["message"], reply
+    assert http.post("/end_weight_update", json={}).status_code == 400
+    check_serves(http, folders[0])
+
+
 def test_a_parameter_server_that_leaves_after_the_commit_has_updated(
     http: httpx.Client, trainer: SglangTrainer, folders: list[Path]
 ) -> None:

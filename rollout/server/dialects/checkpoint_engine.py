@@ -233,10 +233,9 @@ async def follow(request: Request, state: SglangState, addresses: dict[str, str]
             done = await _ended(lines, state) if own else "the tensors are taken; /end_weight_update makes them current"
             await _farewell(lines)
             return done
-        except BaseException as error:
-            if own:
-                with contextlib.suppress(RollsyncError):
-                    await state.abort(f"{type(error).__name__}: {error}"[:500])
+        except BaseException as error:  # one that /begin_weight_update opened, too: half of it must not become current at its end
+            with contextlib.suppress(RollsyncError):
+                await state.abort(f"{type(error).__name__}: {error}"[:500])
             raise
         finally:
             await lines.close()
